@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from textwrap import wrap
 from typing import Any
 
 from analysis.compare import Comparison
@@ -19,6 +20,7 @@ LEGEND = "; ".join(
     f"{kind}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
     for kind, (good, fair) in LIMITS.items()
 )
+PARTS = ("direct", "consequence", "rest")  # of an error, see analysis.causes.split
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
 
 
@@ -114,30 +116,68 @@ def _decisions(comparison: Comparison) -> str:
     if plans.divergence is None:
         return f"Both runs made the same {plans.common} decisions."
     if not plans.common:
-        return "They have no plan in common: timing and decisions cannot be told apart."
+        return "They have no plan in common: causes of the error cannot be told apart."
     longer = max(plans.prediction, plans.measurement)
     return f"Their decisions are the same for the first {plans.common} of {longer} plans."
 
 
 def _why(comparison: Comparison) -> str:
-    rows = comparison.split[comparison.split["metric"].eq("mean e2e")]
+    """The direct error of operations, its consequence, and how much of the error they explain."""
+    rows = comparison.split[comparison.split["metric"].isin((E2E, MEAN_STEP))]
     if rows.empty:
-        return ""
-    decisions, timing = float(rows["decisions_share"].iloc[0]), float(rows["timing_share"].iloc[0])
+        return _left_out(comparison)
+    row = rows.to_dict("records")[0]
+    direct, consequence = float(row["direct_share"]), float(row["consequence_share"])
+    name = "mean end-to-end latency" if row["metric"] == E2E else "mean training step"
     text = (
-        f"With the measured plans replayed, the mean end-to-end latency is off by "
-        f"{percent(timing)} (timing alone); diverged decisions add {percent(decisions)}: "
+        f"At equal decisions, operations are off by {percent(comparison.busy_error)} of their "
+        f"time: this direct error of operations puts the {name} off by {percent(direct)}, and its "
+        f"consequence for decisions (batching, preemption) by {percent(consequence)}."
     )
-    if timing * decisions < 0 and min(abs(timing), abs(decisions)) > abs(timing + decisions):
-        # plans made for other durations wait for arrivals that the measured run did not wait for
-        return text + "the two cancel, so the replay does not tell them apart; see the step times."
-    if abs(timing) >= abs(decisions):
-        return text + "most of the difference comes from durations of steps."
-    text += "most of the difference comes from decisions that diverged."
-    if comparison.busy_error < -STEADY:  # steps that are too short make the replay wait
-        off = percent(comparison.busy_error)
-        text += f" Part of it is timing, too: its steps are off by {off} in all."
-    return text
+    if cancels(direct, consequence):
+        text += f" {CANCEL}, which leaves {percent(direct + consequence)}."
+    text += _explained(row)
+    return text if comparison.reruns else f"{text} {UNKNOWN}"
+
+
+E2E = "mean e2e"
+CANCEL = "The two have opposite signs and cancel in part"
+UNKNOWN = "The spread of reruns is not known (--rerun), so part of this may be chance."
+LEAST = 0.1  # share of the larger part from which on two opposite parts cancel
+
+
+def cancels(direct: float, consequence: float) -> bool:
+    """Whether two parts of an error have opposite signs, and neither is small beside the other."""
+    sizes = abs(direct), abs(consequence)
+    return direct * consequence < 0 and min(sizes) >= LEAST * max(sizes)
+
+
+def _explained(row: Mapping[Hashable, Any]) -> str:
+    """How much of an error a simulation with the measured durations brings about."""
+    share, rest = float(row["explained"]), float(row["rest_share"])
+    if math.isnan(share):
+        return ""
+    text = f" With durations scaled by the measured ratios, the prediction is {percent(rest)} off: "
+    if share < ENOUGH:
+        return f"{text}durations explain {_of_all(share)} of the error, something else the rest."
+    return f"{text}durations and what follows from them explain {_of_all(share)} of the error."
+
+
+ENOUGH = 0.9  # share of an error from which on it counts as explained
+
+
+def _of_all(share: float) -> str:
+    """A share of an error; below none the corrected prediction is worse than the prediction."""
+    return f"{100 * share:.0f} %" if share >= 0.005 else "none"
+
+
+def _left_out(comparison: Comparison) -> str:
+    if E2E not in comparison.within_spread:
+        return ""
+    return (
+        "The error of the mean end-to-end latency is no more than the spread of "
+        f"{len(comparison.reruns) + 1} measurements, so its causes are left out."
+    )
 
 
 def _ground(comparison: Comparison) -> str:
@@ -168,22 +208,23 @@ def table(comparison: Comparison) -> str:
     lines += [f"  {limits}" for limits in LEGEND.split("; ")]
     lines.append("")
     for row in comparison.split.to_dict("records"):
-        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput", MEAN_STEP):
-            shares = percent(row["timing_share"]), percent(row["decisions_share"])
-            lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
+        if row["metric"] in ("mean ttft", "mean tpot", E2E, MEAN_STEP):
+            parts = [f"{part} {percent(row[f'{part}_share']):>8}" for part in PARTS]
+            text = "  ".join(parts[:2] if math.isnan(row["rest"]) else parts)
+            lines.append(f"{row['metric']:<19}{text}")
     if len(comparison.training):
         lines.append(f"{'losses':<27} {comparison.losses.text}")
     if comparison.replay is not None:
         off = percent(comparison.busy_error)
         lines.append(f"operations, same plans      {off} of their time in all, copies too")
-        lines += _doubt(comparison.busy_error)
+        lines += _notes(comparison)
     plans = comparison.plans
     forms = [run.cost_form for run in (comparison.prediction, comparison.measurement)]
     lines.append(f"{'durations rest on':<27}{forms[0]:>15}{forms[1]:>15}")
     apart = ": then each run decides for itself" if plans.divergence else ""
     common = f"{plans.common} of {plans.measurement} ({100 * plans.share:.0f} %){apart}"
     if plans.divergence and not plans.common:
-        common = f"none of {plans.measurement}: timing and decisions look alike"
+        common = f"none of {plans.measurement}: causes cannot be told apart"
     lines.append(f"plans in common             {common}")
     moved = drift(comparison.measurement)
     if moved is not None:
@@ -192,14 +233,18 @@ def table(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _doubt(busy_error: float) -> list[str]:
-    """A warning that durations are too far off for the split; empty if they are not."""
-    if not abs(busy_error) > LIMITS["latency"][1]:  # also for NaN: an unknown error warns of none
-        return []
-    return [
-        "  so far off that the split is rough: plans made for other durations queue or",
-        "  wait where they did not; mend the durations first (tandem calibrate)",
-    ]
+def _notes(comparison: Comparison) -> list[str]:
+    """What the parts of the error mean: what cancels, what reruns hide, and what is unknown."""
+    rows = comparison.split.to_dict("records")
+    found = []
+    opposite = [str(r["metric"]) for r in rows if cancels(r["direct"], r["consequence"])]
+    if opposite:
+        found.append(f"  direct and consequence cancel in part: {', '.join(opposite)}")
+    if comparison.within_spread:
+        found.append(f"  within the spread of reruns: {', '.join(comparison.within_spread)}")
+    elif rows and not comparison.reruns:
+        found.append("  the spread of reruns is not known (--rerun): part may be chance")
+    return [line for text in found for line in wrap(text, 80, subsequent_indent="  ")]
 
 
 def _line(name: str, metric: str, row: Mapping[Hashable, Any], unit: str) -> str:

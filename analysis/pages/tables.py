@@ -122,6 +122,10 @@ def _runs(comparison: Comparison) -> HtmlTable:
     named = {"prediction": comparison.prediction, "measurement": comparison.measurement}
     if comparison.replay:
         named["replay of the measured plans"] = comparison.replay
+    if comparison.corrected:
+        named["prediction with measured ratios"] = comparison.corrected
+    for number, run in enumerate(comparison.reruns, 1):
+        named[f"rerun {number} of the measurement"] = run
     for role, run in named.items():
         done = int(run.requests["status"].eq("finished").sum())
         moved = drift(run)
@@ -165,22 +169,52 @@ def _errors(comparison: Comparison) -> HtmlTable:
 
 def _split(comparison: Comparison) -> HtmlTable:
     rows = []
+    is_corrected = comparison.corrected is not None
+    parts = ("direct", "consequence", *(("rest",) if is_corrected else ()), "total")
     for row in comparison.split.to_dict("records"):
-        metric = str(row["metric"])
-        values = [
-            amount_cell(row[name], verdicts.unit_of(metric))
-            for name in ("prediction", "replay", "measurement")
-        ]
-        shares = [float(row[f"{name}_share"]) for name in ("timing", "decisions")]
-        rows.append([Cell(metric), *values, *map(_share, shares), _share(sum(shares))])
+        metric, unit = str(row["metric"]), verdicts.unit_of(str(row["metric"]))
+        runs = ("prediction", "retimed", *(("corrected",) if is_corrected else ()), "measurement")
+        cells = [Cell(metric), *(amount_cell(row[run], unit) for run in runs)]
+        cells += [_share(float(row[f"{part}_share"])) for part in parts]
+        if is_corrected:
+            share = float(row["explained"])
+            text = "-" if share != share else f"{100 * share:.0f} %"
+            cells.append(Cell(text, 0.0 if share != share else share))
+        rows.append(cells)
+    shown = ["predicted", "retimed", *(["corrected"] if is_corrected else []), "measured"]
+    last = ["explained"] if is_corrected else []
+    return HtmlTable(WHY, _why_note(comparison), ["metric", *shown, *parts, *last], rows)
+
+
+WHY = "Direct error of operations, and its consequence"
+
+
+def _why_note(comparison: Comparison) -> str:
+    """How the parts of the error are made, what cancels, and what reruns say of it."""
     note = (
-        "The measured plan log, replayed in the simulator, makes the same decisions with predicted "
-        "durations. Timing = replay - measurement; decisions = prediction - replay; they add up. "
-        "A plan is replayed once its requests have arrived: where steps are predicted too short, "
-        "the replay waits, and part of the timing error shows as decisions."
+        "Retimed: the measured plans and waits, with predicted durations. Direct = retimed - "
+        "measured: the error of operations at equal decisions. "
     )
-    columns = ["metric", "predicted", "replayed", "measured", "timing", "decisions", "total"]
-    return HtmlTable("Timing or decisions", note, columns, rows)
+    if comparison.corrected is not None:
+        note += (
+            "Corrected: the prediction with durations scaled by the measured ratios, which "
+            "decides for itself. Consequence = predicted - corrected - direct: what that error "
+            "does to batching and preemption. Rest = corrected - measured: what durations do not "
+            "explain. "
+        )
+    else:
+        note += "Consequence = predicted - retimed: what that error does to decisions. "
+    rows = comparison.split.to_dict("records")
+    opposite = [r["metric"] for r in rows if verdicts.cancels(r["direct"], r["consequence"])]
+    if opposite:
+        note += f"{verdicts.CANCEL} for {', '.join(opposite)}: read both, not their sum. "
+    if hidden := comparison.within_spread:
+        count = len(comparison.reruns) + 1
+        note += f"Left out, as no more than the spread of {count} measurements: "
+        note += f"{', '.join(hidden)}. "
+    elif not comparison.reruns:
+        note += verdicts.UNKNOWN
+    return note.strip()
 
 
 def _memory(comparison: Comparison) -> HtmlTable:
