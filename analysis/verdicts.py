@@ -9,7 +9,10 @@ from typing import Any
 
 from analysis.compare import Comparison
 from analysis.distance import STEADY, drift
+from analysis.run import Run
 from analysis.training import LABELS, MEAN_STEP, STEP
+from analysis.units import amount as amount
+from analysis.units import amounts
 from analysis.workspace import KIND, P90
 
 # Relative errors up to which a prediction is good or fair. Throughput and latencies take the bars
@@ -44,18 +47,6 @@ def percent(value: float) -> str:
     return "n/a" if math.isnan(value) else f"{100 * value:+.1f} %"
 
 
-def amount(value: float, unit: str) -> str:
-    """A number with a unit that suits its size."""
-    if math.isnan(value):
-        return "n/a"
-    if unit == "bytes":
-        power = 3 if abs(value) >= 2**30 else 2 if abs(value) >= 2**20 else 1
-        return f"{value / 1024**power:.4g} {('KiB', 'MiB', 'GiB')[power - 1]}"
-    if unit == "s" and abs(value) < 1:
-        return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} us"
-    return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
-
-
 def unit_of(metric: str) -> str:
     """The unit of a row of the split."""
     if metric == "peak kv":
@@ -75,11 +66,79 @@ def peak_error(comparison: Comparison, kind: str = "kv") -> float:
 
 def headline(comparison: Comparison) -> str:
     """A paragraph: the size of the differences, and their causes."""
-    sentences = [] if comparison.training.empty else [_trained(comparison)]
-    if len(comparison.measurement.requests) or not sentences:
+    sentences = [_verdict(comparison)]
+    if not comparison.training.empty:
+        sentences.append(_trained(comparison))
+    if len(comparison.measurement.requests) or comparison.training.empty:
         sentences.append(_served(comparison))
     sentences += [_decisions(comparison), _why(comparison), _ground(comparison)]
     return " ".join(sentences).strip()
+
+
+def _verdict(comparison: Comparison) -> str:
+    """What was compared, and how well the worst of the judged figures was predicted."""
+    a, b = comparison.prediction, comparison.measurement
+    text = f"{a.name}, predicted, against {b.name}, measured on {b.provenance.get('device', '-')}: "
+    errors = {name: comparison.error(metric, stat) for name, (metric, stat) in JUDGED.items()}
+    errors["peak KV memory"] = peak_error(comparison)
+    known = {name: error for name, error in errors.items() if not math.isnan(error)}
+    if not known:
+        return f"{text}nothing can be judged."
+    marks = {name: verdict(METRICS.get(name, name), error) for name, error in known.items()}
+    mark = next(mark for mark in ("poor", "fair", "good") if mark in marks.values())
+    worst = max((n for n in known if marks[n] == mark), key=lambda name: abs(known[name]))
+    if mark == "good":
+        return f"{text}a good prediction, at most {percent(known[worst])} off ({worst})."
+    return f"{text}a {mark} prediction, by {worst} ({percent(known[worst])})."
+
+
+# What the verdict of a comparison judges, by name; and by which limits, where the name tells not.
+JUDGED = {
+    "throughput": ("output_throughput", "run"),
+    "mean TPOT": ("tpot", "mean"),
+    "mean end-to-end latency": ("e2e", "mean"),
+    "mean TTFT": ("ttft", "mean"),
+    "mean training step": (STEP, "run"),
+}
+METRICS = {"peak KV memory": "memory"}
+
+
+def run_headline(run: Run, metrics: Mapping[str, float | int | str]) -> str:
+    """What one run did, and how it went, in sentences."""
+    how = "measured" if run.is_measured else f"predicted ({run.cost_form})"
+    text = f"{run.name}, {how} on {run.provenance.get('device', '-')}: "
+    return text + " ".join(filter(None, (_did_serve(run, metrics), _did_train(metrics))))
+
+
+def _did_serve(run: Run, metrics: Mapping[str, float | int | str]) -> str:
+    total = len(run.requests)
+    if not total:
+        return ""
+    done = int(metrics.get("num_finished", 0))
+    text = f"all {total} requests finished" if done == total else f"{done} of {total} finished"
+    known = [(name, f"mean_{name}_s") for name in ("ttft", "tpot", "e2e")]
+    means = [
+        f"{LATENCY_NAMES[name]} {amount(float(metrics[key]), 's')}"
+        for name, key in known
+        if key in metrics
+    ]
+    if "output_throughput" in metrics:
+        text += f", at {amount(float(metrics['output_throughput']), 'tok/s')} of output"
+    text += f"; mean {', '.join(means)}." if means else "."
+    if "slo_attainment" in metrics:
+        text += f" {100 * float(metrics['slo_attainment']):.1f} % kept their SLO."
+    if "peak_kv_usage" in metrics:
+        text += f" KV filled {100 * float(metrics['peak_kv_usage']):.0f} % of its room at most"
+        restarts, swaps = (int(metrics.get(name, 0)) for name in ("restarts", "swaps"))
+        text += f"; {restarts} restarts, {swaps} swaps." if restarts + swaps else ", no preemption."
+    return text
+
+
+def _did_train(metrics: Mapping[str, float | int | str]) -> str:
+    if "train_steps" not in metrics:
+        return ""
+    text = f"{metrics['train_steps']} training steps"
+    return f"{text} of {amount(float(metrics[STEP]), 's')} in the mean of those after the first."
 
 
 def _trained(comparison: Comparison) -> str:
@@ -249,6 +308,6 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _line(name: str, metric: str, row: Mapping[Hashable, Any], unit: str) -> str:
     """A row of the table; `metric` selects the limits of its verdict."""
-    amounts = [amount(row[run], unit) for run in ("prediction", "measurement")]
+    shown = amounts([row[run] for run in ("prediction", "measurement")], unit)
     mark = MARKS[verdict(metric, row["error"])]
-    return f"{name:<27}{amounts[0]:>15}{amounts[1]:>15}{percent(row['error']):>11} {mark}"
+    return f"{name:<27}{shown[0]:>15}{shown[1]:>15}{percent(row['error']):>11} {mark}"

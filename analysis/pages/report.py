@@ -68,7 +68,7 @@ def write_run_report(run: Run, folder: Path | str) -> Path:
         _dump(metrics, aside / "metrics.json")
         page: dict[str, Any] = {
             "title": run.name,
-            "headline": "",
+            "headline": verdicts.run_headline(run, metrics),
             "tables": single_tables(run, metrics),
         }
         page["command"] = f"tandem report {run.folder}"
