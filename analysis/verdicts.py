@@ -101,11 +101,13 @@ JUDGED = {
     "mean training step": (STEP, "run"),
 }
 METRICS = {"peak KV memory": "memory"}
+RAN = ("predicted", "measured")
 
 
 def run_headline(run: Run, metrics: Mapping[str, float | int | str]) -> str:
     """What one run did, and how it went, in sentences."""
-    how = "measured" if run.is_measured else f"predicted ({run.cost_form})"
+    is_known = not run.is_measured and run.cost_form != "-"
+    how = f"predicted ({run.cost_form})" if is_known else RAN[run.is_measured]
     text = f"{run.name}, {how} on {run.provenance.get('device', '-')}: "
     return text + " ".join(filter(None, (_did_serve(run, metrics), _did_train(metrics))))
 

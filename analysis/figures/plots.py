@@ -36,6 +36,7 @@ DENSE = 1500  # a scatter of more points is drawn as pixels rather than as paths
 GRID = 201  # quantiles of a distribution function
 TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,))  # of a decade, from a narrow range to a wide one
 MOST_TICKS = 6  # labels that an axis has room for
+NARROW = 4  # of an axis among four
 WIDE = 8  # ratio of largest to smallest from which an axis is logarithmic
 
 
@@ -61,7 +62,7 @@ def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
         low, high = (scale.of(float(end)) for end in (data["seconds"].min(), data["seconds"].max()))
         if low > 0 and high / low > WIDE:
             ax.set_xscale("log")
-            plain_ticks(ax.xaxis, low, high)
+            plain_ticks(ax.xaxis, low, high, NARROW)
         ax.set_title(NAMES[str(data["metric"].iloc[0])])
         ax.legend(loc="upper left")
     ax.set(xlabel=f"latency, {scale.unit}", ylabel="share at or below", ylim=(0, 1.02))
@@ -132,18 +133,18 @@ def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
     return ax
 
 
-def plain_ticks(axis: Any, low: float, high: float) -> None:
+def plain_ticks(axis: Any, low: float, high: float, most: int = MOST_TICKS) -> None:
     """Sets ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-    axis.set_major_locator(FixedLocator(round_values(low, high)))
+    axis.set_major_locator(FixedLocator(round_values(low, high, most)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 
 
-def round_values(low: float, high: float) -> list[float]:
-    """At most MOST_TICKS round numbers from low to high, evenly apart on a logarithmic axis.
+def round_values(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
+    """At most so many round numbers from low to high, evenly apart on a logarithmic axis.
 
     Matplotlib's own locator has no upper limit on narrow ranges, so its labels overlap.
     """
@@ -152,6 +153,6 @@ def round_values(low: float, high: float) -> list[float]:
     for steps in TICKS:
         values = [float(f"{step}e{power}") for power in decades for step in steps]
         found = [value for value in values if low <= value <= high]
-        if len(found) <= MOST_TICKS:
+        if len(found) <= most:
             break
-    return found[:: ceil(len(found) / MOST_TICKS)]
+    return found[:: ceil(len(found) / most)]
