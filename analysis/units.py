@@ -36,12 +36,13 @@ class Scale:
         return f"{shown:,.0f} {self.unit}" if abs(shown) >= 1000 else f"{shown:.4g} {self.unit}"
 
 
-def scale_of(values: Iterable[float], unit: str) -> Scale:
-    """The largest unit in which the middle one of these sizes is at least 1.
+def scale_of(values: Iterable[float], unit: str, least: float = 1.0) -> Scale:
+    """The largest unit in which the middle one of these sizes is at least `least`.
 
     Args:
         values: numbers in `unit`; those that are 0 or unknown do not count.
         unit: s or bytes; any other unit stays as it is.
+        least: below 1 where short labels of a wide range matter more than digits, as on an axis.
 
     Returns:
         The scale; without any number that of the unit itself, or of the smallest.
@@ -53,8 +54,13 @@ def scale_of(values: Iterable[float], unit: str) -> Scale:
     if not len(sizes):
         return Scale(*UNITS[unit][0 if unit == "s" else -1])
     middle = float(np.median(sizes))
-    found = next((one for one in UNITS[unit] if middle >= one[1]), UNITS[unit][-1])
+    found = next((one for one in UNITS[unit] if middle >= least * one[1]), UNITS[unit][-1])
     return Scale(*found)
+
+
+def wide_scale(values: Iterable[float], unit: str) -> Scale:
+    """The scale of an axis over a wide range: 0.5 to 50 ms rather than 500 to 50000 us."""
+    return scale_of(values, unit, 0.3)
 
 
 def axis_scale(values: Iterable[float], unit: str) -> Scale:

@@ -23,7 +23,7 @@ from analysis.figures.style import (
 from analysis.metric_names import MEASUREMENT
 from analysis.metrics import samples
 from analysis.run import Run
-from analysis.units import axis_scale, scale_of
+from analysis.units import axis_scale, wide_scale
 
 NAMES = {
     "ttft": "time to first token",
@@ -55,7 +55,7 @@ def ecdf_data(runs: Mapping[str, Run], metric: str) -> pd.DataFrame:
 
 def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
     """Distribution function of one latency, a curve per run."""
-    ax, scale = axes(ax), scale_of(data["seconds"], "s")
+    ax, scale = axes(ax), wide_scale(data["seconds"], "s")
     for name, part in data.groupby("run", sort=False):
         ax.plot(scale.of(part["seconds"]), part["share"], label=name, **line(str(name)))
     if len(data):
@@ -64,7 +64,7 @@ def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
             ax.set_xscale("log")
             plain_ticks(ax.xaxis, low, high, NARROW)
         ax.set_title(NAMES[str(data["metric"].iloc[0])])
-        ax.legend(loc="upper left")
+        ax.legend(loc="lower right")
     ax.set(xlabel=f"latency, {scale.unit}", ylabel="share at or below", ylim=(0, 1.02))
     return ax
 
@@ -86,7 +86,7 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
     if rows.empty:
         return ax
     kept = rows[[PREDICTION_S, MEASUREMENT_S]].to_numpy(float)
-    scale = scale_of(kept.flat, "s")
+    scale = wide_scale(kept.flat, "s")
     values = scale.of(kept)
     low, high = float(values.min()) * 0.8, float(values.max()) * 1.2
     ends = np.geomspace(low, high, 50)
@@ -98,7 +98,7 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
         color = group_color(str(name)) if name else RUNS[MEASUREMENT]["color"]
         style = {"s": 10, "linewidths": 0, "rasterized": len(rows) > DENSE}
         at = scale.of(part[MEASUREMENT_S]), scale.of(part[PREDICTION_S])
-        ax.scatter(*at, color=color, label=name or None, alpha=opacity(len(rows)), **style)
+        ax.scatter(*at, color=color, label=name or None, alpha=opacity(len(part)), **style)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
         plain_ticks(axis, low, high)
@@ -123,7 +123,7 @@ def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
     scale = axis_scale(rows["at_s"], "s")
     for name, part in rows.groupby("group"):
         style: dict[str, Any] = {"s": 8, "linewidths": 0, "rasterized": len(rows) > DENSE}
-        style |= {"color": group_color(str(name)), "alpha": opacity(len(rows))}
+        style |= {"color": group_color(str(name)), "alpha": opacity(len(part))}
         ax.scatter(scale.of(part["at_s"]), error[part.index], **style)
     ax.axhline(0, color=BLACK, linewidth=0.8)
     ax.set(xlabel=f"measured time, {scale.unit}", ylabel="error of the prediction, %")

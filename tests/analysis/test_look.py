@@ -53,6 +53,8 @@ def test_numbers_that_are_read_together_have_one_unit(
 
 
 def test_an_axis_takes_the_unit_of_its_end() -> None:
+    assert units.wide_scale([0.0005, 0.0009, 0.05], "s").unit == "ms"
+    assert units.wide_scale([0.0001, 0.0002, 0.05], "s").unit == "us"
     assert units.axis_scale([0.0, 0.001, 17.0], "s") == units.Scale("s", 1.0)
     assert units.axis_scale([0.0, 0.04], "s") == units.Scale("ms", 1e-3)
     assert units.axis_scale([], "bytes").unit == "KiB"

@@ -134,7 +134,7 @@ def test_a_launch_takes_the_ratio_of_its_size(plain: Run) -> None:
             self.tokens, self.context_tokens, self.samples = tokens, context, True
 
     def launch(*pieces: tuple[int, int]) -> Launch:
-        return Launch(Op(), pieces=[Piece(*piece) for piece in pieces])  # type: ignore[arg-type]
+        return Launch(Op(), pieces=[Piece(*piece) for piece in pieces])  # type: ignore
 
     assert kind_of(launch((5, 0))) == ("prefill", (1, 5, 0))
     assert kind_of(launch((5, 0), (1, 7))) == ("mixed", (2, 6, 7))
