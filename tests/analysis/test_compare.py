@@ -112,8 +112,8 @@ def test_first_divergence_is_described(make: Maker) -> None:
     found = compare(quick, make("b", TWO)).plans
     assert found.common == 1
     assert found.divergence is not None
-    assert "at plan 1, prediction (0.004 s: 0 prefill + 1 decode tokens" in found.divergence
-    assert "measurement (0.010 s: 10 prefill + 0 decode tokens" in found.divergence
+    assert "at plan 1, prediction (4 ms: 0 prefill + 1 decode tokens" in found.divergence
+    assert "measurement (10 ms: 10 prefill + 0 decode tokens" in found.divergence
     assert "only in the prediction: job 0; only in the measurement: job 1" in found.divergence
 
 

@@ -18,6 +18,7 @@ from analysis.metrics import summary
 from analysis.pages.report import write_report, write_run_report
 from analysis.pages.tables import compared_tables, single_tables
 from analysis.run import Run, load
+from tandem.cli.terminal import told
 from tests.support.synthetic import MS, TWO, Toy, write
 
 MANY = Toy([i * 30 * MS for i in range(8)], prompts=[20] * 8, outputs=[4, 9, 2, 7, 1, 5, 8, 3])
@@ -175,3 +176,12 @@ def test_pages_speak_of_operations_and_consequences(pair: Comparison, tmp_path: 
     assert "consequence for decisions (batching, preemption)" in page
     for retired in ("Timing or decisions", "timing alone", "<th>timing</th>"):
         assert retired not in page
+
+
+def test_a_row_of_the_terminal_has_one_unit(pair: Comparison) -> None:
+    values = {"mean": 0.974, "p50": 0.72, "p90": 1.842, "p95": 2.083, "p99": 2.995}
+    run = pair.measurement
+    metrics = summary(run) | {f"{stat}_e2e_s": value for stat, value in values.items()}
+    shown = told(metrics, run.provenance).splitlines()
+    line = next(row for row in shown if row.startswith("e2e"))
+    assert re.findall(r"[\d.]+ m?s", line) == [f"{value:.3f} s" for value in values.values()]
