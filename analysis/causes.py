@@ -113,7 +113,8 @@ def split(
 
 def is_told(split: pd.DataFrame) -> pd.Series:
     """Whether the error of each metric is more than reruns of the measurement differ."""
-    return ~(split["total"].abs() <= split["spread"])  # an unknown spread hides nothing
+    spread = split["spread"]  # an unknown one hides nothing, nor does none at all
+    return ~((split["total"].abs() <= spread) & (spread > 0))
 
 
 def _figures(run: Run) -> dict[str, float]:

@@ -79,6 +79,11 @@ def compare_folders(
     if a.is_measured and not b.is_measured:
         a, b = b, a
     check_same_work(a, b)
+    others = [load(folder) for folder in reruns]
+    for run in others:
+        if not run.is_measured:
+            raise Usage(f"--rerun {run.folder}: a simulation has no spread; give a measured run")
+        check_same_work(run, b)
     out = out or b.folder.with_name(f"{a.name}-against-{b.name}")
     replay = corrected = None
     # a server shows no plans, so there is nothing of it to replay
@@ -88,7 +93,7 @@ def compare_folders(
         if not a.config.get(RATIOS):  # the ratios would have to be those of the plain cost
             beside = out.with_name(f"{out.name}-corrected")
             corrected = load(corrected_of(a, b, replay, beside, folders, trusted))
-    comparison = compare(a, b, replay, corrected, [load(folder) for folder in reruns])
+    comparison = compare(a, b, replay, corrected, others)
     page = write_report(comparison, out)
     _export(out, {"prediction": a, "measurement": b})
     return comparison, page

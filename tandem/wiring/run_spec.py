@@ -133,7 +133,9 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
 
 def _ratios(config: Mapping[str, Any]) -> tuple[DurationRatio, ...]:
     """Factors on durations of a simulation. ValueError for one that means nothing."""
-    rows = conform(config.get(RATIOS), list[Any] | None, RATIOS) or ()  # earlier runs have none
+    rows = (
+        conform(config.get(RATIOS), list[Mapping[str, Any]] | None, RATIOS) or ()
+    )  # earlier runs have none
     if rows and config["backend"]["name"] not in ("sim", "lockstep"):
         raise ValueError(f"{RATIOS} scales a simulation; set {RATIOS}=null, or backend=sim")
     found = []

@@ -182,6 +182,8 @@ def test_a_row_of_the_terminal_has_one_unit(pair: Comparison) -> None:
     values = {"mean": 0.974, "p50": 0.72, "p90": 1.842, "p95": 2.083, "p99": 2.995}
     run = pair.measurement
     metrics = summary(run) | {f"{stat}_e2e_s": value for stat, value in values.items()}
-    shown = told(metrics, run.provenance).splitlines()
+    plan = dict.fromkeys(("weight_bytes", "activation_bytes", "reserve_bytes"), 0)
+    about = {"kv_pages": 1, "memory_plan": {**plan, "kv_bytes": 1}}
+    shown = told(metrics, {**run.provenance, **about}).splitlines()
     line = next(row for row in shown if row.startswith("e2e"))
     assert re.findall(r"[\d.]+ m?s", line) == [f"{value:.3f} s" for value in values.values()]

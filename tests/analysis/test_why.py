@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from analysis.run import Run, load
 from benchmarks.fidelity.why_split import PERTURBED, compared, is_honest, measured
 from engine.contract.executor import Launch
 from sim.cost.scaled import DurationRatio, ScaledCost, kind_of
+from tandem.cli.compare import compare_folders
+from tandem.cli.errors import Usage
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.synthetic import MS, Toy, write
 
 SMALL = ("limit=40", "arrival.rate=16", "budget.kv_pages=300")
@@ -172,7 +176,34 @@ def test_durations_and_their_consequence_explain_the_error(name: str, tmp_path: 
 
 
 def test_reruns_of_a_simulated_machine_have_no_spread(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        measured(SMALL, PERTURBED["all, 20 % longer"], tmp_path / name)
-    a, b = load(tmp_path / "a"), load(tmp_path / "b")
-    assert a.is_measured and a.requests["finish_ns"].equals(b.requests["finish_ns"])
+    """Equal reruns hide nothing, and the page no longer says that their spread is unknown."""
+    predicted, *machines = (tmp_path / name for name in ("predicted", "a", "b"))
+    run_experiment(composed([*SMALL]), predicted)
+    for folder in machines:
+        measured(SMALL, PERTURBED["all, 20 % longer"], folder)
+    found, page = compare_folders(predicted, machines[0], tmp_path / "page", reruns=[machines[1]])
+    assert (found.split["spread"] == 0).all() and found.within_spread == ()
+    assert "spread of reruns is not known" not in page.read_text("utf-8")
+    assert "rerun 1 of the measurement" in page.read_text("utf-8")
+    with pytest.raises(Usage, match=r"--rerun .*predicted: a simulation has no spread; give a mea"):
+        compare_folders(predicted, machines[0], tmp_path / "other", reruns=[predicted])
+    assert not (tmp_path / "other-replay").exists(), "nothing is half-written"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[{group: decode, ratio: -2}]", "duration_ratios[0].ratio=-2.0: it must be finite and at"),
+        ("[{grup: decode}]", "duration_ratios[0].grup: sim.cost.scaled.DurationRatio has no such"),
+        ("[{ratio: 2}]", "duration_ratios[0].group: sim.cost.scaled.DurationRatio needs a value"),
+    ],
+)
+def test_a_ratio_that_means_nothing_is_refused(given: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        run_spec_of(composed([*SMALL, f"duration_ratios={given}"]))
+
+
+def test_ratios_are_of_simulations_alone() -> None:
+    words = [*SMALL, "backend=cpu", "duration_ratios=[{group: decode, ratio: 2}]"]
+    with pytest.raises(ValueError, match="duration_ratios scales a simulation; set"):
+        run_spec_of(composed(words))
