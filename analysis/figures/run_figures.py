@@ -100,7 +100,7 @@ def _training(runs: Mapping[str, Run], folder: Path) -> list[Shown]:
     def draw(part: pd.DataFrame, ax: Any) -> None:
         training_plots.plot_training(part, ax, columns[ax.get_subplotspec().colspan.start])
 
-    size, text = (5.25 * len(columns), 3.0), training_plots.TEXT
+    size, text = (10.5, 3.0), training_plots.TEXT
     return [panel("training", [data] * len(columns), draw, size, folder, text=text)]
 
 

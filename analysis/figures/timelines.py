@@ -55,7 +55,8 @@ def plot_memory(data: pd.DataFrame, ax: Any = None) -> Any:
     for name, part in runs.items():
         if len(part):
             draw = _fill_kinds if name == filled else _draw_tops
-            draw(ax, time.of(part["at_s"]), memory.of(_tops(part)), str(name))
+            label = str(name) if len(runs) > 1 else ""
+            draw(ax, time.of(part["at_s"]), memory.of(_tops(part)), label)
             _draw_readings(ax, part, time, memory)
     if top > 0:
         _draw_capacity(ax, data, top, memory)

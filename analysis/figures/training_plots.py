@@ -45,6 +45,6 @@ def plot_training(data: pd.DataFrame, ax: Any = None, column: str = "loss") -> A
     ax.set(xlabel="step", ylabel=f"{SHOWN[column]}, {scale.unit}" if is_time else SHOWN[column])
     ax.xaxis.get_major_locator().set_params(integer=True)
     if is_time:
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.1 * ax.dataLim.y1 if data[column].notna().any() else None)
     legend(ax, loc="lower right" if is_time else "upper right")
     return ax
