@@ -105,7 +105,7 @@ PERTURBED = {
     "all, 15 % shorter": _uniform(0.85),
     "decodes alone, 25 % longer": _kinds(1.0, 1.25),
     "matrix products, 30 % longer": _operator("linear", 1.3),
-    "by batch, up to 40 % longer": _by_batch(0.4, 16),
+    "by batch, up to 33 % longer": _by_batch(0.33, 12),
     "by batch, up to 30 % shorter": _by_batch(-0.3, 8),
     "prompts 40 % longer, decodes 30 % shorter": _kinds(1.4, 0.7),
 }
