@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.run import Run
+from analysis.units import amount
 from engine.results.schema import whole_body
 
 Row = tuple[Any, ...]  # device, body, returned
@@ -131,10 +132,10 @@ def _batch(rows: pd.DataFrame) -> set[int]:
 def _plan_text(rows: pd.DataFrame, plans: pd.DataFrame, index: int) -> str:
     if index >= len(plans):
         return "has ended"
-    at_s = float(plans["at_ns"].iloc[index]) / 1e9
+    at = amount(float(plans["at_ns"].iloc[index]) / 1e9, "s")
     copies = int(rows["lane"].str.contains("->").sum())
     parts = [f"{int(rows[f'{kind}_tokens'].sum())} {kind}" for kind in ("prefill", "decode")]
-    return f"({at_s:.3f} s: {' + '.join(parts)} tokens, {copies} copies)"
+    return f"({at}: {' + '.join(parts)} tokens, {copies} copies)"
 
 
 def _jobs(jobs: set[int]) -> str:

@@ -1,20 +1,23 @@
-"""Causes of a difference between two runs: operations, decisions against timing, lanes, keys."""
+"""Causes of a difference between two runs: operations, their consequence, lanes, settings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from analysis.agreement import common_plans
 from analysis.distance import relative_error
-from analysis.metric_names import LATENCIES, MEASUREMENT, PREDICTION, THROUGHPUTS
-from analysis.metrics import samples, throughput
+from analysis.metric_names import LATENCIES, MEASUREMENT, PREDICTION
+from analysis.metrics import samples
 from analysis.run import Run
 from analysis.training import MEAN_STEP, STEP, training_summary
 from analysis.usage import host_share, lane_shares, memory_use, operations
 
-SPLIT = ("mean ttft", "mean tpot", "mean e2e", *THROUGHPUTS, MEAN_STEP, "peak kv")
+HOST = "host"
+# Throughput follows the arrivals: at equal decisions it says nothing.
+SPLIT = ("mean ttft", "mean tpot", "mean e2e", MEAN_STEP, "peak kv")
 
 
 def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
@@ -26,11 +29,25 @@ def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
         index = run.plans.groupby("device").cumcount()  # over the plans of a device
         kept = index < run.plans["device"].map(common)
         number = pd.Series(index[kept].to_numpy(), index=run.plans["step"][kept])
-        ops = operations(run).assign(index=run.steps["step"].map(number))
+        ops = operations(run).assign(index=run.steps["step"].map(number), **_sizes(run.steps))
         parts.append(ops.dropna(subset="index"))
-    figures = ["start_ns", "duration_s", "host_s", "peak_bytes"]
-    left, right = parts[0][[*keys, *figures]], parts[1][[*keys, "group", *figures]]
+    figures = ["issue_ns", "start_ns", "duration_s", "host_s", "peak_bytes"]
+    told = [*keys, "group", *SIZES, *figures]
+    left, right = parts[0][[*keys, *figures]], parts[1][told]
     return left.merge(right, on=keys, suffixes=("_prediction", "_measurement"))
+
+
+SIZES = ("slices", "load", "context")  # of an operation, as sim.cost.scaled.LaunchSize
+
+
+def _sizes(steps: pd.DataFrame) -> dict[str, Any]:
+    """The size of each operation; of training its load is 0."""
+    tokens = steps["prefill_tokens"] + steps["decode_tokens"]
+    contexts = [0 if part is None else float(sum(part)) for part in steps["contexts"]]
+    moved = steps["nbytes"].fillna(0)
+    slices = steps["tokens"].map(lambda part: 0 if part is None else len(part))
+    load = tokens.where(moved.eq(0), moved)
+    return {"slices": slices.where(tokens > 0, 0), "load": load, "context": contexts}
 
 
 def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
@@ -40,7 +57,7 @@ def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
     parts = [(str(name), part, "duration_s") for name, part in rows.groupby("group")]
     host = rows[(rows["host_s_prediction"] > 0) | (rows["host_s_measurement"] > 0)]
     if len(host):
-        parts.append(("host", host, "host_s"))
+        parts.append((HOST, host, "host_s"))
     out = []
     for name, part, column in parts:
         a, b = part[f"{column}_prediction"], part[f"{column}_measurement"]
@@ -52,24 +69,52 @@ def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(out, columns=["group", "count", *sums, "sum_error", "mean_abs"])
 
 
-def split(prediction: Run, replay: Run | None, measurement: Run) -> pd.DataFrame:
-    """The difference of each metric in parts: total = decisions + timing, exactly, in its unit.
+def split(
+    prediction: Run,
+    retimed: Run | None,
+    measurement: Run,
+    corrected: Run | None = None,
+    reruns: Sequence[Run] = (),
+) -> pd.DataFrame:
+    """The error of each metric in parts, in its unit: total = direct + consequence + rest.
 
-    decisions = prediction - replay (same cost model, other plans); timing = replay - measurement
-    (same plans, other durations). `_share` columns are relative to the measurement.
+    direct       retimed - measurement: durations of operations, at equal decisions
+    consequence  what that error does to decisions (batching, preemption); with a corrected
+                 simulation, which has the measured durations and decides for itself, prediction -
+                 corrected - direct; else prediction - retimed
+    rest         corrected - measurement: what durations do not explain; NaN without `corrected`
+    explained    1 - |rest| / |total|
+    spread       largest - smallest measured value; NaN without reruns
+
+    `retimed` is the measurement with predicted durations. `_share` columns are relative to the
+    measurement. Empty without `retimed`.
     """
-    names = ["metric", "prediction", "replay", "measurement", "decisions", "timing", "total"]
-    if replay is None:
-        return pd.DataFrame(columns=[*names, "decisions_share", "timing_share"])
-    figures = [_figures(run) for run in (prediction, replay, measurement)]
+    parts = ["direct", "consequence", "rest", "total"]
+    runs = ["prediction", "retimed", "corrected", "measurement"]
     rows = []
-    for name in SPLIT:
-        if all(name in figure for figure in figures):
-            a, r, b = (figure[name] for figure in figures)
-            rows.append((name, a, r, b, a - r, r - b, a - b))
-    out = pd.DataFrame(rows, columns=names)
+    if retimed is not None:
+        known = [_figures(run) for run in (prediction, retimed, measurement)]
+        scaled = {} if corrected is None else _figures(corrected)
+        others = [_figures(run) for run in reruns]
+        for name in SPLIT:
+            if all(name in figures for figures in known):
+                a, equal, b = (figures[name] for figures in known)
+                c, direct = scaled.get(name, float("nan")), equal - b
+                rest = c - b
+                consequence = a - equal if rest != rest else a - c - direct
+                measured = [b, *(figures[name] for figures in others if name in figures)]
+                spread = max(measured) - min(measured) if len(measured) > 1 else float("nan")
+                rows.append((name, a, equal, c, b, direct, consequence, rest, a - b, spread))
+    out = pd.DataFrame(rows, columns=["metric", *runs, *parts, "spread"])
     size = out["measurement"].abs().where(out["measurement"] != 0)
-    return out.assign(decisions_share=out["decisions"] / size, timing_share=out["timing"] / size)
+    out["explained"] = 1 - out["rest"].abs() / out["total"].abs().where(out["total"] != 0)
+    return out.assign(**{f"{part}_share": out[part] / size for part in parts})
+
+
+def is_told(split: pd.DataFrame) -> pd.Series:
+    """Whether the error of each metric is more than reruns of the measurement differ."""
+    spread = split["spread"]  # an unknown one hides nothing, nor does none at all
+    return ~((split["total"].abs() <= spread) & (spread > 0))
 
 
 def _figures(run: Run) -> dict[str, float]:
@@ -79,7 +124,7 @@ def _figures(run: Run) -> dict[str, float]:
     kv = use[use["pool"].str.startswith("gpu") & use["kind"].eq("kv")]["peak"]
     if STEP in (trained := training_summary(run)):
         out[MEAN_STEP] = float(trained[STEP])
-    return out | throughput(run) | ({"peak kv": float(kv.max())} if len(kv) else {})
+    return out | ({"peak kv": float(kv.max())} if len(kv) else {})
 
 
 def shares(prediction: Run, measurement: Run) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,18 @@ import numpy as np
 import pandas as pd
 
 from analysis.agreement import Agreement, agreement
-from analysis.causes import config_differences, matched_steps, shares, split, step_errors
+from analysis.causes import (
+    config_differences,
+    is_told,
+    matched_steps,
+    shares,
+    split,
+    step_errors,
+)
 from analysis.distance import ks, relative_error, wasserstein
 from analysis.metric_names import LATENCIES, THROUGHPUTS
 from analysis.metrics import per_request, samples, statistics, throughput
+from analysis.retimed import retimed
 from analysis.run import Run
 from analysis.training import (
     UNITS,
@@ -41,7 +50,8 @@ class Comparison:
     training            `paired_steps`
     steps               durations by group
     split               `split`; empty without a replay of the measured plan log, and without a plan
-                        in common: then two policies differ, and timing did not part them
+                        in common: then two policies differ, and durations did not part them
+    within_spread       metrics left out of `split`: their error is within the spread of reruns
     shares              busy share of each lane and of the host, per run
     config_differences  configuration keys with different values
     plans               agreement of the plan logs
@@ -50,6 +60,8 @@ class Comparison:
     prediction: Run
     measurement: Run
     replay: Run | None
+    corrected: Run | None
+    reruns: tuple[Run, ...]
     errors: pd.DataFrame
     distances: pd.DataFrame
     requests: pd.DataFrame
@@ -58,6 +70,7 @@ class Comparison:
     training: pd.DataFrame
     steps: pd.DataFrame
     split: pd.DataFrame
+    within_spread: tuple[str, ...]
     shares: pd.DataFrame
     config_differences: pd.DataFrame
     plans: Agreement
@@ -81,13 +94,21 @@ class Comparison:
         return relative_error(*sums)
 
 
-def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Comparison:
+def compare(
+    prediction: Run,
+    measurement: Run,
+    replay: Run | None = None,
+    corrected: Run | None = None,
+    reruns: Sequence[Run] = (),
+) -> Comparison:
     """Joins two runs of one trace.
 
     Args:
         prediction: the simulated run.
         measurement: the measured run.
         replay: a simulation of the measured plan log.
+        corrected: a simulation with durations scaled by the measured ratios.
+        reruns: other measurements of the same point.
 
     Returns:
         The comparison.
@@ -95,16 +116,21 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
     Raises:
         ValueError: the runs served different requests, or trained different steps.
     """
-    for run in (prediction, replay):
+    for run in (prediction, replay, corrected, *reruns):
         if run is not None:
             check_same_work(run, measurement)
     requests = joined(prediction, measurement)
     plans = agreement(prediction, measurement)
     steps = matched_steps(replay or prediction, measurement)
+    equal = retimed(steps, measurement) if replay and plans.common else None
+    parts = split(prediction, equal, measurement, corrected, reruns)
+    told = is_told(parts)
     return Comparison(
         prediction,
         measurement,
         replay,
+        corrected,
+        tuple(reruns),
         errors=errors(prediction, measurement),
         distances=distances(prediction, measurement),
         requests=requests,
@@ -112,7 +138,8 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
         memory=pd.concat([memory_errors(prediction, measurement), workspace(steps)]),
         training=paired_steps(prediction, measurement),
         steps=step_errors(steps),
-        split=split(prediction, replay if plans.common else None, measurement),
+        split=parts[told],
+        within_spread=tuple(parts["metric"][~told]),
         shares=shares(prediction, measurement),
         config_differences=config_differences(prediction, measurement),
         plans=plans,

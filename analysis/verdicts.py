@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from textwrap import wrap
 from typing import Any
 
 from analysis.compare import Comparison
 from analysis.distance import STEADY, drift
+from analysis.run import Run
 from analysis.training import LABELS, MEAN_STEP, STEP
+from analysis.units import amount as amount
+from analysis.units import amounts
 from analysis.workspace import KIND, P90
 
 # Relative errors up to which a prediction is good or fair. Throughput and latencies take the bars
@@ -19,6 +23,7 @@ LEGEND = "; ".join(
     f"{kind}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
     for kind, (good, fair) in LIMITS.items()
 )
+PARTS = ("direct", "consequence", "rest")  # of an error, see analysis.causes.split
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
 
 
@@ -42,18 +47,6 @@ def percent(value: float) -> str:
     return "n/a" if math.isnan(value) else f"{100 * value:+.1f} %"
 
 
-def amount(value: float, unit: str) -> str:
-    """A number with a unit that suits its size."""
-    if math.isnan(value):
-        return "n/a"
-    if unit == "bytes":
-        power = 3 if abs(value) >= 2**30 else 2 if abs(value) >= 2**20 else 1
-        return f"{value / 1024**power:.4g} {('KiB', 'MiB', 'GiB')[power - 1]}"
-    if unit == "s" and abs(value) < 1:
-        return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} us"
-    return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
-
-
 def unit_of(metric: str) -> str:
     """The unit of a row of the split."""
     if metric == "peak kv":
@@ -73,11 +66,81 @@ def peak_error(comparison: Comparison, kind: str = "kv") -> float:
 
 def headline(comparison: Comparison) -> str:
     """A paragraph: the size of the differences, and their causes."""
-    sentences = [] if comparison.training.empty else [_trained(comparison)]
-    if len(comparison.measurement.requests) or not sentences:
+    sentences = [_verdict(comparison)]
+    if not comparison.training.empty:
+        sentences.append(_trained(comparison))
+    if len(comparison.measurement.requests) or comparison.training.empty:
         sentences.append(_served(comparison))
     sentences += [_decisions(comparison), _why(comparison), _ground(comparison)]
     return " ".join(sentences).strip()
+
+
+def _verdict(comparison: Comparison) -> str:
+    """What was compared, and how well the worst of the judged figures was predicted."""
+    a, b = comparison.prediction, comparison.measurement
+    text = f"{a.name}, predicted, against {b.name}, measured on {b.provenance.get('device', '-')}: "
+    errors = {name: comparison.error(metric, stat) for name, (metric, stat) in JUDGED.items()}
+    errors["peak KV memory"] = peak_error(comparison)
+    known = {name: error for name, error in errors.items() if not math.isnan(error)}
+    if not known:
+        return f"{text}nothing can be judged."
+    marks = {name: verdict(METRICS.get(name, name), error) for name, error in known.items()}
+    mark = next(mark for mark in ("poor", "fair", "good") if mark in marks.values())
+    worst = max((n for n in known if marks[n] == mark), key=lambda name: abs(known[name]))
+    if mark == "good":
+        return f"{text}a good prediction, at most {percent(known[worst])} off ({worst})."
+    return f"{text}a {mark} prediction, by {worst} ({percent(known[worst])})."
+
+
+# What the verdict of a comparison judges, by name; and by which limits, where the name tells not.
+JUDGED = {
+    "throughput": ("output_throughput", "run"),
+    "mean TPOT": ("tpot", "mean"),
+    "mean end-to-end latency": ("e2e", "mean"),
+    "mean TTFT": ("ttft", "mean"),
+    "mean training step": (STEP, "run"),
+}
+METRICS = {"peak KV memory": "memory"}
+RAN = ("predicted", "measured")
+
+
+def run_headline(run: Run, metrics: Mapping[str, float | int | str]) -> str:
+    """What one run did, and how it went, in sentences."""
+    is_known = not run.is_measured and run.cost_form != "-"
+    how = f"predicted ({run.cost_form})" if is_known else RAN[run.is_measured]
+    text = f"{run.name}, {how} on {run.provenance.get('device', '-')}: "
+    return text + " ".join(filter(None, (_did_serve(run, metrics), _did_train(metrics))))
+
+
+def _did_serve(run: Run, metrics: Mapping[str, float | int | str]) -> str:
+    total = len(run.requests)
+    if not total:
+        return ""
+    done = int(metrics.get("num_finished", 0))
+    text = f"all {total} requests finished" if done == total else f"{done} of {total} finished"
+    known = [(name, f"mean_{name}_s") for name in ("ttft", "tpot", "e2e")]
+    means = [
+        f"{LATENCY_NAMES[name]} {amount(float(metrics[key]), 's')}"
+        for name, key in known
+        if key in metrics
+    ]
+    if "output_throughput" in metrics:
+        text += f", at {amount(float(metrics['output_throughput']), 'tok/s')} of output"
+    text += f"; mean {', '.join(means)}." if means else "."
+    if "slo_attainment" in metrics:
+        text += f" {100 * float(metrics['slo_attainment']):.1f} % kept their SLO."
+    if "peak_kv_usage" in metrics:
+        text += f" KV filled {100 * float(metrics['peak_kv_usage']):.0f} % of its room at most"
+        restarts, swaps = (int(metrics.get(name, 0)) for name in ("restarts", "swaps"))
+        text += f"; {restarts} restarts, {swaps} swaps." if restarts + swaps else ", no preemption."
+    return text
+
+
+def _did_train(metrics: Mapping[str, float | int | str]) -> str:
+    if "train_steps" not in metrics:
+        return ""
+    text = f"{metrics['train_steps']} training steps"
+    return f"{text} of {amount(float(metrics[STEP]), 's')} in the mean of those after the first."
 
 
 def _trained(comparison: Comparison) -> str:
@@ -114,30 +177,68 @@ def _decisions(comparison: Comparison) -> str:
     if plans.divergence is None:
         return f"Both runs made the same {plans.common} decisions."
     if not plans.common:
-        return "They have no plan in common: timing and decisions cannot be told apart."
+        return "They have no plan in common: causes of the error cannot be told apart."
     longer = max(plans.prediction, plans.measurement)
     return f"Their decisions are the same for the first {plans.common} of {longer} plans."
 
 
 def _why(comparison: Comparison) -> str:
-    rows = comparison.split[comparison.split["metric"].eq("mean e2e")]
+    """The direct error of operations, its consequence, and how much of the error they explain."""
+    rows = comparison.split[comparison.split["metric"].isin((E2E, MEAN_STEP))]
     if rows.empty:
-        return ""
-    decisions, timing = float(rows["decisions_share"].iloc[0]), float(rows["timing_share"].iloc[0])
+        return _left_out(comparison)
+    row = rows.to_dict("records")[0]
+    direct, consequence = float(row["direct_share"]), float(row["consequence_share"])
+    name = "mean end-to-end latency" if row["metric"] == E2E else "mean training step"
     text = (
-        f"With the measured plans replayed, the mean end-to-end latency is off by "
-        f"{percent(timing)} (timing alone); diverged decisions add {percent(decisions)}: "
+        f"At equal decisions, operations are off by {percent(comparison.busy_error)} of their "
+        f"time: this direct error of operations puts the {name} off by {percent(direct)}, and its "
+        f"consequence for decisions (batching, preemption) by {percent(consequence)}."
     )
-    if timing * decisions < 0 and min(abs(timing), abs(decisions)) > abs(timing + decisions):
-        # plans made for other durations wait for arrivals that the measured run did not wait for
-        return text + "the two cancel, so the replay does not tell them apart; see the step times."
-    if abs(timing) >= abs(decisions):
-        return text + "most of the difference comes from durations of steps."
-    text += "most of the difference comes from decisions that diverged."
-    if comparison.busy_error < -STEADY:  # steps that are too short make the replay wait
-        off = percent(comparison.busy_error)
-        text += f" Part of it is timing, too: its steps are off by {off} in all."
-    return text
+    if cancels(direct, consequence):
+        text += f" {CANCEL}, which leaves {percent(direct + consequence)}."
+    text += _explained(row)
+    return text if comparison.reruns else f"{text} {UNKNOWN}"
+
+
+E2E = "mean e2e"
+CANCEL = "The two have opposite signs and cancel in part"
+UNKNOWN = "The spread of reruns is not known (--rerun), so part of this may be chance."
+LEAST = 0.1  # share of the larger part from which on two opposite parts cancel
+
+
+def cancels(direct: float, consequence: float) -> bool:
+    """Whether two parts of an error have opposite signs, and neither is small beside the other."""
+    sizes = abs(direct), abs(consequence)
+    return direct * consequence < 0 and min(sizes) >= LEAST * max(sizes)
+
+
+def _explained(row: Mapping[Hashable, Any]) -> str:
+    """How much of an error a simulation with the measured durations brings about."""
+    share, rest = float(row["explained"]), float(row["rest_share"])
+    if math.isnan(share):
+        return ""
+    text = f" With durations scaled by the measured ratios, the prediction is {percent(rest)} off: "
+    if share < ENOUGH:
+        return f"{text}durations explain {_of_all(share)} of the error, something else the rest."
+    return f"{text}durations and what follows from them explain {_of_all(share)} of the error."
+
+
+ENOUGH = 0.9  # share of an error from which on it counts as explained
+
+
+def _of_all(share: float) -> str:
+    """A share of an error; below none the corrected prediction is worse than the prediction."""
+    return f"{100 * share:.0f} %" if share >= 0.005 else "none"
+
+
+def _left_out(comparison: Comparison) -> str:
+    if E2E not in comparison.within_spread:
+        return ""
+    return (
+        "The error of the mean end-to-end latency is no more than the spread of "
+        f"{len(comparison.reruns) + 1} measurements, so its causes are left out."
+    )
 
 
 def _ground(comparison: Comparison) -> str:
@@ -168,22 +269,23 @@ def table(comparison: Comparison) -> str:
     lines += [f"  {limits}" for limits in LEGEND.split("; ")]
     lines.append("")
     for row in comparison.split.to_dict("records"):
-        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput", MEAN_STEP):
-            shares = percent(row["timing_share"]), percent(row["decisions_share"])
-            lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
+        if row["metric"] in ("mean ttft", "mean tpot", E2E, MEAN_STEP):
+            parts = [f"{part} {percent(row[f'{part}_share']):>8}" for part in PARTS]
+            text = "  ".join(parts[:2] if math.isnan(row["rest"]) else parts)
+            lines.append(f"{row['metric']:<19}{text}")
     if len(comparison.training):
         lines.append(f"{'losses':<27} {comparison.losses.text}")
     if comparison.replay is not None:
         off = percent(comparison.busy_error)
         lines.append(f"operations, same plans      {off} of their time in all, copies too")
-        lines += _doubt(comparison.busy_error)
+        lines += _notes(comparison)
     plans = comparison.plans
     forms = [run.cost_form for run in (comparison.prediction, comparison.measurement)]
     lines.append(f"{'durations rest on':<27}{forms[0]:>15}{forms[1]:>15}")
     apart = ": then each run decides for itself" if plans.divergence else ""
     common = f"{plans.common} of {plans.measurement} ({100 * plans.share:.0f} %){apart}"
     if plans.divergence and not plans.common:
-        common = f"none of {plans.measurement}: timing and decisions look alike"
+        common = f"none of {plans.measurement}: causes cannot be told apart"
     lines.append(f"plans in common             {common}")
     moved = drift(comparison.measurement)
     if moved is not None:
@@ -192,18 +294,22 @@ def table(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _doubt(busy_error: float) -> list[str]:
-    """A warning that durations are too far off for the split; empty if they are not."""
-    if not abs(busy_error) > LIMITS["latency"][1]:  # also for NaN: an unknown error warns of none
-        return []
-    return [
-        "  so far off that the split is rough: plans made for other durations queue or",
-        "  wait where they did not; mend the durations first (tandem calibrate)",
-    ]
+def _notes(comparison: Comparison) -> list[str]:
+    """What the parts of the error mean: what cancels, what reruns hide, and what is unknown."""
+    rows = comparison.split.to_dict("records")
+    found = []
+    opposite = [str(r["metric"]) for r in rows if cancels(r["direct"], r["consequence"])]
+    if opposite:
+        found.append(f"  direct and consequence cancel in part: {', '.join(opposite)}")
+    if comparison.within_spread:
+        found.append(f"  within the spread of reruns: {', '.join(comparison.within_spread)}")
+    elif rows and not comparison.reruns:
+        found.append("  the spread of reruns is not known (--rerun): part may be chance")
+    return [line for text in found for line in wrap(text, 80, subsequent_indent="  ")]
 
 
 def _line(name: str, metric: str, row: Mapping[Hashable, Any], unit: str) -> str:
     """A row of the table; `metric` selects the limits of its verdict."""
-    amounts = [amount(row[run], unit) for run in ("prediction", "measurement")]
+    shown = amounts([row[run] for run in ("prediction", "measurement")], unit)
     mark = MARKS[verdict(metric, row["error"])]
-    return f"{name:<27}{amounts[0]:>15}{amounts[1]:>15}{percent(row['error']):>11} {mark}"
+    return f"{name:<27}{shown[0]:>15}{shown[1]:>15}{percent(row['error']):>11} {mark}"

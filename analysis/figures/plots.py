@@ -18,10 +18,12 @@ from analysis.figures.style import (
     axes,
     group_color,
     line,
+    opacity,
 )
 from analysis.metric_names import MEASUREMENT
 from analysis.metrics import samples
 from analysis.run import Run
+from analysis.units import axis_scale, wide_scale
 
 NAMES = {
     "ttft": "time to first token",
@@ -34,6 +36,7 @@ DENSE = 1500  # a scatter of more points is drawn as pixels rather than as paths
 GRID = 201  # quantiles of a distribution function
 TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,))  # of a decade, from a narrow range to a wide one
 MOST_TICKS = 6  # labels that an axis has room for
+NARROW = 4  # of an axis among four
 WIDE = 8  # ratio of largest to smallest from which an axis is logarithmic
 
 
@@ -52,17 +55,17 @@ def ecdf_data(runs: Mapping[str, Run], metric: str) -> pd.DataFrame:
 
 def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
     """Distribution function of one latency, a curve per run."""
-    ax = axes(ax)
+    ax, scale = axes(ax), wide_scale(data["seconds"], "s")
     for name, part in data.groupby("run", sort=False):
-        ax.plot(part["seconds"], part["share"], label=name, **line(str(name)))
+        ax.plot(scale.of(part["seconds"]), part["share"], label=name, **line(str(name)))
     if len(data):
-        low, high = float(data["seconds"].min()), float(data["seconds"].max())
+        low, high = (scale.of(float(end)) for end in (data["seconds"].min(), data["seconds"].max()))
         if low > 0 and high / low > WIDE:
             ax.set_xscale("log")
-            plain_ticks(ax.xaxis, low, high)
+            plain_ticks(ax.xaxis, low, high, NARROW)
         ax.set_title(NAMES[str(data["metric"].iloc[0])])
-        ax.legend(loc="upper left")
-    ax.set(xlabel="seconds", ylabel="share at or below", ylim=(0, 1.02))
+        ax.legend(loc="lower right")
+    ax.set(xlabel=f"latency, {scale.unit}", ylabel="share at or below", ylim=(0, 1.02))
     return ax
 
 
@@ -82,7 +85,9 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
     rows = data[(data[PREDICTION_S] > 0) & (data[MEASUREMENT_S] > 0)]
     if rows.empty:
         return ax
-    values = rows[[PREDICTION_S, MEASUREMENT_S]].to_numpy(float)
+    kept = rows[[PREDICTION_S, MEASUREMENT_S]].to_numpy(float)
+    scale = wide_scale(kept.flat, "s")
+    values = scale.of(kept)
     low, high = float(values.min()) * 0.8, float(values.max()) * 1.2
     ends = np.geomspace(low, high, 50)
     for band, shade in ((0.2, 0.10), (0.1, 0.16)):
@@ -91,14 +96,13 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
     groups = rows["group"] if "group" in rows else pd.Series("", index=rows.index)
     for name, part in rows.groupby(groups):
         color = group_color(str(name)) if name else RUNS[MEASUREMENT]["color"]
-        style = {"s": 10, "alpha": 0.55, "linewidths": 0, "rasterized": len(rows) > DENSE}
-        ax.scatter(
-            part[MEASUREMENT_S], part[PREDICTION_S], color=color, label=name or None, **style
-        )
+        style = {"s": 10, "linewidths": 0, "rasterized": len(rows) > DENSE}
+        at = scale.of(part[MEASUREMENT_S]), scale.of(part[PREDICTION_S])
+        ax.scatter(*at, color=color, label=name or None, alpha=opacity(len(part)), **style)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
         plain_ticks(axis, low, high)
-    ax.set(xlabel="measured, s", ylabel="predicted, s")
+    ax.set(xlabel=f"measured, {scale.unit}", ylabel=f"predicted, {scale.unit}")
     ax.set_box_aspect(1)
     return ax
 
@@ -116,29 +120,31 @@ def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
     ax = axes(ax)
     rows = data[data[MEASUREMENT_S] > 0]
     error = 100 * (rows[PREDICTION_S] - rows[MEASUREMENT_S]) / rows[MEASUREMENT_S]
+    scale = axis_scale(rows["at_s"], "s")
     for name, part in rows.groupby("group"):
-        style = {"s": 8, "alpha": 0.55, "linewidths": 0, "rasterized": len(rows) > DENSE}
-        ax.scatter(part["at_s"], error[part.index], color=group_color(str(name)), **style)
+        style: dict[str, Any] = {"s": 8, "linewidths": 0, "rasterized": len(rows) > DENSE}
+        style |= {"color": group_color(str(name)), "alpha": opacity(len(part))}
+        ax.scatter(scale.of(part["at_s"]), error[part.index], **style)
     ax.axhline(0, color=BLACK, linewidth=0.8)
-    ax.set(xlabel="measured time, s", ylabel="error of the prediction, %")
+    ax.set(xlabel=f"measured time, {scale.unit}", ylabel="error of the prediction, %")
     if len(error):
         limit = max(10.0, float(np.percentile(np.abs(error), 99)) * 1.3)
         ax.set_ylim(-limit, limit)
     return ax
 
 
-def plain_ticks(axis: Any, low: float, high: float) -> None:
+def plain_ticks(axis: Any, low: float, high: float, most: int = MOST_TICKS) -> None:
     """Sets ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-    axis.set_major_locator(FixedLocator(round_values(low, high)))
+    axis.set_major_locator(FixedLocator(round_values(low, high, most)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 
 
-def round_values(low: float, high: float) -> list[float]:
-    """At most MOST_TICKS round numbers from low to high, evenly apart on a logarithmic axis.
+def round_values(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
+    """At most so many round numbers from low to high, evenly apart on a logarithmic axis.
 
     Matplotlib's own locator has no upper limit on narrow ranges, so its labels overlap.
     """
@@ -147,6 +153,6 @@ def round_values(low: float, high: float) -> list[float]:
     for steps in TICKS:
         values = [float(f"{step}e{power}") for power in decades for step in steps]
         found = [value for value in values if low <= value <= high]
-        if len(found) <= MOST_TICKS:
+        if len(found) <= most:
             break
-    return found[:: ceil(len(found) / MOST_TICKS)]
+    return found[:: ceil(len(found) / most)]

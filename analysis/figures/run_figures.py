@@ -36,7 +36,8 @@ TEXTS = {
     "memory": (
         "Memory over time",
         "The GPU tier of each device by kind, as booked; pending bytes are freed but still in use "
-        "by an operation. Dotted: the capacity; black: the meter's reading.",
+        "by an operation. Of two runs the measurement is filled, the prediction dashed; black: the "
+        "meter's reading.",
     ),
     "requests": (
         "Running and waiting",
@@ -99,7 +100,7 @@ def _training(runs: Mapping[str, Run], folder: Path) -> list[Shown]:
     def draw(part: pd.DataFrame, ax: Any) -> None:
         training_plots.plot_training(part, ax, columns[ax.get_subplotspec().colspan.start])
 
-    size, text = (5.25 * len(columns), 3.0), training_plots.TEXT
+    size, text = (10.5, 3.0), training_plots.TEXT
     return [panel("training", [data] * len(columns), draw, size, folder, text=text)]
 
 
@@ -113,30 +114,39 @@ def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Pat
         return [make(run).assign(run=name) for name, run in runs.items()]
 
     def lanes(data: pd.DataFrame, ax: Any) -> None:
-        timelines.plot_gantt(data, ax)
-        if window[0] < window[1]:
-            ax.set_xlim(*window)
+        timelines.plot_gantt(data, ax, window)
 
-    memory = [part for name, run in runs.items() for part in _memory(name, run)]
+    memory = _memory(runs)
     busy = pd.concat(frames(timelines.occupancy_data))
     gantt = frames(lambda run: timelines.gantt_data(run, window))
     lanes_shown = max(part["lane"].nunique() for part in gantt)
     rows, height = (len(runs), 1), 0.3 + max(1.5, 0.37 * lanes_shown) * len(runs)
-    plot, count = _titled(timelines.plot_memory), len(memory)
-    drawn = [panel("memory", memory, plot, (10.5, 2.4 * count), folder, (count, 1))]
+    size = (10.5, 2.6 * len(memory))
+    drawn = [panel("memory", memory, _held, size, folder, (len(memory), 1))]
     if _is_served(runs):
         drawn.append(panel("requests", [busy, busy], _busy, (10.5, 2.6), folder))
     return [*drawn, panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows)]
 
 
-def _memory(name: str, run: Run) -> list[pd.DataFrame]:
-    """The memory of each device over time; one empty frame for a run without devices."""
-    found = devices(run) or [0]
-    names = [name] if len(found) == 1 else [f"{name}, device {device}" for device in found]
+def _memory(runs: Mapping[str, Run]) -> list[pd.DataFrame]:
+    """The memory over time of each device, of all runs; an empty frame for runs without devices."""
+    found = sorted({device for run in runs.values() for device in devices(run)}) or [0]
     return [
-        timelines.memory_data(run, f"gpu:{device}").assign(run=title)
-        for device, title in zip(found, names, strict=True)
+        pd.concat(
+            [
+                timelines.memory_data(run, f"gpu:{device}").assign(run=name, device=device)
+                for name, run in runs.items()
+            ]
+        )
+        for device in found
     ]
+
+
+def _held(data: pd.DataFrame, ax: Any) -> None:
+    timelines.plot_memory(data, ax)
+    rows = ax.get_subplotspec().get_gridspec().nrows
+    if len(data) and rows > 1:
+        ax.set_title(f"device {int(data['device'].iloc[0])}")
 
 
 def _is_first(ax: Any) -> bool:
@@ -158,12 +168,16 @@ def _parity(data: pd.DataFrame, ax: Any) -> None:
 def _step(data: pd.DataFrame, ax: Any) -> None:
     if _is_first(ax):
         legend(plots.plot_parity(data, ax), loc="upper left", markerscale=2, handletextpad=0.2)
+        for handle in ax.get_legend().legend_handles if ax.get_legend() else ():
+            handle.set_alpha(1)  # its points are faint where they are many
     else:
         plots.plot_step_time(data, ax)
 
 
 def _busy(data: pd.DataFrame, ax: Any) -> None:
     timelines.plot_occupancy(data, ax, "running" if _is_first(ax) else "waiting")
+    if _is_first(ax) and ax.get_legend():
+        ax.get_legend().remove()
 
 
 def _titled(plot: Callable[[pd.DataFrame, Any], Any]) -> Callable[[pd.DataFrame, Any], None]:

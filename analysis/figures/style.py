@@ -115,6 +115,11 @@ def legend(ax: Any, **placing: Any) -> None:
         ax.legend(**placing)
 
 
+def opacity(points: int) -> float:
+    """The opacity of a scatter's points by their number: of many, dense places alone are dark."""
+    return float(min(0.8, max(0.06, 10 / max(1, points) ** 0.5)))
+
+
 def save(fig: Any, data: pd.DataFrame, folder: Path, name: str) -> Path:
     """Writes name.svg (dense parts as pixels in it) and name.csv, the numbers that it shows.
 

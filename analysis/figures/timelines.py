@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures.style import BLACK, KINDS, axes, group_color, legend, line
-from analysis.metric_names import PARTS, PENDING
+from analysis.metric_names import MEASUREMENT, PARTS, PENDING
 from analysis.run import Run
+from analysis.units import Scale, amount, axis_scale
 from analysis.usage import devices, operations, pools
 
 BINS = 300  # columns of a timeline
@@ -38,27 +39,85 @@ def memory_data(run: Run, pool: str = "gpu:0") -> pd.DataFrame:
 
 
 def plot_memory(data: pd.DataFrame, ax: Any = None) -> Any:
-    """Memory of one pool stacked by kind, with its capacity and the meter's reading."""
+    """Memory of one pool stacked by kind; a prediction over its measurement as lines.
+
+    With a column `run` of several runs, the measurement is filled, and of the prediction the tops
+    of the kinds are dashed. The capacity is a line where it leaves the data half of the height, and
+    else a note.
+    """
     ax = axes(ax)
-    colors = {**KINDS, PENDING: "#DDDDDD"}
-    shown = [kind for kind in colors if kind in data and data[kind].max() > 0]
-    below = np.zeros(len(data))
-    for kind in shown:
-        top = below + data[kind].to_numpy(float) / MIB
-        style = {"color": colors[kind], "linewidth": 0, "step": "post", "label": kind}
-        ax.fill_between(data["at_s"], below, top, **style)
-        below = top
-    if len(data):
-        capacity = float(data["capacity"].iloc[0]) / MIB
-        ax.axhline(capacity, color=BLACK, linewidth=1, linestyle=":", label="capacity")
-        ax.set_ylim(0, capacity * 1.08)
-        if data["measured"].notna().any():
-            read = data.dropna(subset="measured")
-            style = {"color": BLACK, "linewidth": 0.8, "drawstyle": "steps-post"}
-            ax.plot(read["at_s"], read["measured"] / MIB, label="measured by the meter", **style)
+    runs = dict([*data.groupby("run", sort=False)]) if "run" in data else {"": data}
+    top = max((float(_tops(part)[-1].max()) for part in runs.values() if len(part)), default=0.0)
+    read = data["measured"].max() if len(data) else float("nan")
+    top = max(top, 0.0 if read != read else float(read))
+    memory, time = axis_scale([top], "bytes"), axis_scale(data["at_s"], "s")
+    filled = MEASUREMENT if MEASUREMENT in runs else next(iter(runs), "")
+    for name, part in runs.items():
+        if len(part):
+            draw = _fill_kinds if name == filled else _draw_tops
+            label = str(name) if len(runs) > 1 else ""
+            draw(ax, time.of(part["at_s"]), memory.of(_tops(part)), label)
+            _draw_readings(ax, part, time, memory)
+    if top > 0:
+        _draw_capacity(ax, data, top, memory)
         ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    ax.set(xlabel="seconds", ylabel="MiB")
+    ax.set(xlabel=f"time, {time.unit}", ylabel=f"memory, {memory.unit}")
     return ax
+
+
+STACKED = {**KINDS, PENDING: "#DDDDDD"}
+SQUASHED = 0.5  # share of the capacity below which a line of it would squash the data
+
+
+def _tops(part: pd.DataFrame) -> Any:
+    """Tops of the stacked kinds, a row per kind of STACKED."""
+    rows = [part[kind].to_numpy(float) if kind in part else np.zeros(len(part)) for kind in STACKED]
+    return np.cumsum(rows, axis=0)
+
+
+def _fill_kinds(ax: Any, at: pd.Series, tops: Any, name: str) -> None:
+    below = np.zeros(len(at))
+    for (kind, color), top in zip(STACKED.items(), tops, strict=True):
+        if (top > below).any():
+            style = {"color": color, "linewidth": 0, "step": "post", "label": kind}
+            ax.fill_between(at, below, top, **style)
+        below = top
+    if name:
+        ax.plot(at, below, drawstyle="steps-post", label=name, **{**line(name), "linewidth": 1.1})
+
+
+def _draw_tops(ax: Any, at: pd.Series, tops: Any, name: str) -> None:
+    """Lines of the kinds' tops; only the highest, the sum, has a label."""
+    style = {**line(name), "drawstyle": "steps-post"}
+    below = np.zeros(len(at))
+    for top in tops[:-1]:
+        if (top > below).any() and (top < tops[-1]).any():
+            ax.plot(at, top, **{**style, "linewidth": 0.7, "alpha": 0.7})
+        below = top
+    ax.plot(at, tops[-1], label=name, **{**style, "linewidth": 1.1})
+
+
+def _draw_readings(ax: Any, part: pd.DataFrame, time: Scale, memory: Scale) -> None:
+    """The meter's readings, where there are any."""
+    read = part.dropna(subset="measured")
+    if len(read):
+        style = {"color": BLACK, "linewidth": 0.8, "drawstyle": "steps-post"}
+        at, held = time.of(read["at_s"]), memory.of(read["measured"])
+        ax.plot(at, held, label="read by the meter", **style)
+
+
+def _draw_capacity(ax: Any, data: pd.DataFrame, top: float, memory: Scale) -> None:
+    """The capacity as a line, or as a note where it lies far above all data."""
+    capacity = float(data["capacity"].iloc[0])
+    if top >= SQUASHED * capacity:
+        style = {"color": BLACK, "linewidth": 1, "linestyle": ":"}
+        ax.axhline(memory.of(capacity), label="capacity", **style)
+        ax.set_ylim(0, memory.of(max(capacity, top)) * 1.08)
+        return
+    ax.set_ylim(0, memory.of(top) * 1.25)
+    text = f"\u2191 capacity {amount(capacity, 'bytes')}, above the axis"
+    place = {"xy": (0.995, 0.98), "xycoords": "axes fraction", "ha": "right", "va": "top"}
+    ax.annotate(text, fontsize=8, color=BLACK, **place)
 
 
 def occupancy_data(run: Run) -> pd.DataFrame:
@@ -81,13 +140,14 @@ def occupancy_data(run: Run) -> pd.DataFrame:
 
 def plot_occupancy(data: pd.DataFrame, ax: Any = None, count: str = "running") -> Any:
     """Running or waiting requests over time, a curve per run (column `run`)."""
-    ax = axes(ax)
+    ax, scale = axes(ax), axis_scale(data["at_s"], "s")
     for name, part in data.groupby("run", sort=False):
         style = {"drawstyle": "steps-post", **line(str(name)), "linewidth": 1.2}
-        ax.plot(part["at_s"], part[count], label=name, **style)
-    ax.set(xlabel="seconds", ylabel="requests", title=count)
+        ax.plot(scale.of(part["at_s"]), part[count], label=name, **style)
+    ax.set(xlabel=f"time, {scale.unit}", ylabel="requests", title=count)
+    ax.yaxis.get_major_locator().set_params(integer=True)
     ax.set_ylim(bottom=0)
-    legend(ax, loc="upper right")
+    legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return ax
 
 
@@ -120,20 +180,25 @@ def gantt_data(run: Run, window: tuple[float, float]) -> pd.DataFrame:
     return rows[(rows["end_s"] > window[0]) & (rows["start_s"] < window[1])]
 
 
-def plot_gantt(data: pd.DataFrame, ax: Any = None) -> Any:
-    """Lanes as rows, operations as bars, coloured by class."""
-    ax = axes(ax)
+def plot_gantt(
+    data: pd.DataFrame, ax: Any = None, window: tuple[float, float] | None = None
+) -> Any:
+    """Lanes as rows, operations as bars, coloured by class; `window` is in seconds."""
+    ax, scale = axes(ax), axis_scale(data["end_s"], "s")
     lanes = sorted(data["lane"].unique(), key=lambda lane: (lane != "host", "->" in lane, lane))
     for row, lane in enumerate(lanes):
         for group, part in data[data["lane"].eq(lane)].groupby("group"):
-            bars = list(zip(part["start_s"], part["end_s"] - part["start_s"], strict=True))
+            starts, ends = scale.of(part["start_s"]), scale.of(part["end_s"])
+            bars = list(zip(starts, ends - starts, strict=True))
             edge = 0.0 if group == "host" else 0.4  # the host's bars are too thin for one
             style = {"facecolor": group_color(str(group)), "edgecolor": "white", "linewidth": edge}
             ax.broken_barh(bars, (row - 0.38, 0.76), label=f"_{group}", **style)
     ax.set_yticks(range(len(lanes)), lanes)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.set(xlabel="seconds")
+    ax.set(xlabel=f"time, {scale.unit}")
+    if window is not None and window[0] < window[1]:
+        ax.set_xlim(*map(scale.of, window))
     _legend_of_groups(ax, sorted(data["group"].unique()))
     return ax
 

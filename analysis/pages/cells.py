@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from analysis import verdicts
+from analysis.units import amount, scale_of
 
 KEPT = ("slo_attainment", "goodput")
 
@@ -30,9 +30,15 @@ class HtmlTable:
     rows: Sequence[Sequence[Cell]]
 
 
+def amount_cells(values: Sequence[Any], unit: str) -> list[Cell]:
+    """Numbers that are read together, in one unit."""
+    scale = scale_of(map(float, values), unit)
+    return [Cell(scale.text(float(value)), float(value)) for value in values]
+
+
 def amount_cell(value: Any, unit: str) -> Cell:
     """A number with a unit that suits its size."""
-    return Cell(verdicts.amount(float(value), unit), float(value))
+    return Cell(amount(float(value), unit), float(value))
 
 
 def kept_cell(metric: str, value: float) -> Cell:
@@ -40,4 +46,4 @@ def kept_cell(metric: str, value: float) -> Cell:
     if value != value:
         return Cell("n/a", 0.0)
     is_share = metric == "slo_attainment"
-    return Cell(f"{100 * value:.1f} %" if is_share else verdicts.amount(value, "req/s"), value)
+    return Cell(f"{100 * value:.1f} %" if is_share else amount(value, "req/s"), value)

@@ -39,8 +39,9 @@ def write_report(comparison: Comparison, folder: Path | str) -> Path:
     Raises:
         ValueError: the folder holds something else.
     """
-    a, b, r = comparison.prediction, comparison.measurement, comparison.replay
-    runs = {"prediction": a, "measurement": b} | ({"replay": r} if r else {})
+    a, b = comparison.prediction, comparison.measurement
+    more = {"replay": comparison.replay, "corrected": comparison.corrected}
+    runs = {"prediction": a, "measurement": b} | {name: run for name, run in more.items() if run}
 
     def fill(aside: Path) -> None:
         figures = compared(comparison, aside / "figures")
@@ -67,7 +68,7 @@ def write_run_report(run: Run, folder: Path | str) -> Path:
         _dump(metrics, aside / "metrics.json")
         page: dict[str, Any] = {
             "title": run.name,
-            "headline": "",
+            "headline": verdicts.run_headline(run, metrics),
             "tables": single_tables(run, metrics),
         }
         page["command"] = f"tandem report {run.folder}"
@@ -78,13 +79,14 @@ def write_run_report(run: Run, folder: Path | str) -> Path:
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
     """A comparison as plain values, for JSON: runs, headline, plans and every small table."""
-    runs = (comparison.prediction, comparison.measurement, comparison.replay)
+    runs = (comparison.prediction, comparison.measurement, comparison.replay, comparison.corrected)
     plans = comparison.plans
     out: dict[str, Any] = {
         "runs": [{"folder": str(r.folder), **r.provenance} for r in runs if r is not None],
         "headline": verdicts.headline(comparison),
         "plans": {**plans.__dict__, "share": plans.share},
         "losses": comparison.losses.__dict__,
+        "within_spread": comparison.within_spread,
     }
     for name in TABLES:
         frame: pd.DataFrame = getattr(comparison, name)

@@ -10,9 +10,17 @@ import pandas as pd
 from analysis import verdicts
 from analysis.compare import Comparison
 from analysis.distance import drift
-from analysis.metric_names import LATENCIES, OF, PERCENTILES, THROUGHPUTS, classes_in
+from analysis.metric_names import (
+    LATENCIES,
+    MEASUREMENT,
+    OF,
+    PERCENTILES,
+    PREDICTION,
+    THROUGHPUTS,
+    classes_in,
+)
 from analysis.metrics import samples, statistics
-from analysis.pages.cells import KEPT, Cell, HtmlTable, amount_cell, kept_cell
+from analysis.pages.cells import KEPT, Cell, HtmlTable, amount_cell, amount_cells, kept_cell
 from analysis.pages.training_tables import compared_training, training_table
 from analysis.replicas import replicas
 from analysis.run import Run
@@ -39,6 +47,7 @@ def class_cells(metrics: Mapping[str, Any], name: str) -> list[Cell]:
     return cells + [amount_cell(metrics.get(key, unknown), "s") for key in known]
 
 
+RUNS = (PREDICTION, MEASUREMENT)
 STATS = ("peak", "mean", "fullest")
 HELD = (
     "Means are over time. Fullest: bytes of the kind when the pool is fullest, which add up to the "
@@ -68,7 +77,7 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ht
     rows = []
     for metric, values in samples(run).items():
         if stats := statistics(values):
-            rows.append([Cell(metric), *(amount_cell(value, "s") for value in stats.values())])
+            rows.append([Cell(metric), *amount_cells([*stats.values()], "s")])
     known = [name for name in THROUGHPUTS if name in metrics]
     figures = [[Cell(n), amount_cell(float(metrics[n]), verdicts.unit_of(n))] for n in known]
     figures += [[Cell(n), kept_cell(n, float(metrics[n]))] for n in KEPT if n in metrics]
@@ -77,7 +86,7 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ht
         done += [(n.replace("_", " "), n) for n in ("restarts", "swaps", "cached_tokens")]
         figures += [[Cell(name), Cell(str(metrics[key]))] for name, key in done]
     held = [
-        [Cell(f"{row['kind']} on {row['pool']}"), *(amount_cell(row[s], "bytes") for s in STATS)]
+        [Cell(f"{row['kind']} on {row['pool']}"), *amount_cells([row[s] for s in STATS], "bytes")]
         for row in memory_use(run).to_dict("records")
     ]
     found = [
@@ -122,6 +131,10 @@ def _runs(comparison: Comparison) -> HtmlTable:
     named = {"prediction": comparison.prediction, "measurement": comparison.measurement}
     if comparison.replay:
         named["replay of the measured plans"] = comparison.replay
+    if comparison.corrected:
+        named["prediction with measured ratios"] = comparison.corrected
+    for number, run in enumerate(comparison.reruns, 1):
+        named[f"rerun {number} of the measurement"] = run
     for role, run in named.items():
         done = int(run.requests["status"].eq("finished").sum())
         moved = drift(run)
@@ -144,11 +157,10 @@ def _errors(comparison: Comparison) -> HtmlTable:
     apart = {row["metric"]: row for row in comparison.distances.to_dict("records")}
     for metric in (*LATENCIES, *THROUGHPUTS):
         part = comparison.errors[comparison.errors["metric"].eq(metric)]
-        for row in part.to_dict("records"):
-            cells = [Cell(metric), Cell(str(row["stat"]))]
-            cells += [
-                amount_cell(row[run], str(row["unit"])) for run in ("prediction", "measurement")
-            ]
+        values = [*part["prediction"], *part["measurement"]]  # a metric has one unit
+        shown = amount_cells(values, str(part["unit"].iloc[0])) if values else []
+        for number, row in enumerate(part.to_dict("records")):
+            cells = [Cell(metric), Cell(str(row["stat"])), *shown[number :: len(part)]]
             cells.append(_error(metric, float(row["error"])))
             for name in ("ks", "wasserstein"):
                 value = float(apart[metric][name]) if row["stat"] == "mean" else None
@@ -165,31 +177,60 @@ def _errors(comparison: Comparison) -> HtmlTable:
 
 def _split(comparison: Comparison) -> HtmlTable:
     rows = []
+    is_corrected = comparison.corrected is not None
+    parts = ("direct", "consequence", *(("rest",) if is_corrected else ()), "total")
     for row in comparison.split.to_dict("records"):
-        metric = str(row["metric"])
-        values = [
-            amount_cell(row[name], verdicts.unit_of(metric))
-            for name in ("prediction", "replay", "measurement")
-        ]
-        shares = [float(row[f"{name}_share"]) for name in ("timing", "decisions")]
-        rows.append([Cell(metric), *values, *map(_share, shares), _share(sum(shares))])
+        metric, unit = str(row["metric"]), verdicts.unit_of(str(row["metric"]))
+        runs = ("prediction", "retimed", *(("corrected",) if is_corrected else ()), "measurement")
+        cells = [Cell(metric), *amount_cells([row[run] for run in runs], unit)]
+        cells += [_share(float(row[f"{part}_share"])) for part in parts]
+        if is_corrected:
+            share = float(row["explained"])
+            text = "-" if share != share else f"{100 * share:.0f} %"
+            cells.append(Cell(text, 0.0 if share != share else share))
+        rows.append(cells)
+    shown = ["predicted", "retimed", *(["corrected"] if is_corrected else []), "measured"]
+    last = ["explained"] if is_corrected else []
+    return HtmlTable(WHY, _why_note(comparison), ["metric", *shown, *parts, *last], rows)
+
+
+WHY = "Direct error of operations, and its consequence"
+
+
+def _why_note(comparison: Comparison) -> str:
+    """How the parts of the error are made, what cancels, and what reruns say of it."""
     note = (
-        "The measured plan log, replayed in the simulator, makes the same decisions with predicted "
-        "durations. Timing = replay - measurement; decisions = prediction - replay; they add up. "
-        "A plan is replayed once its requests have arrived: where steps are predicted too short, "
-        "the replay waits, and part of the timing error shows as decisions."
+        "Retimed: the measured plans and waits, with predicted durations. Direct = retimed - "
+        "measured: the error of operations at equal decisions. "
     )
-    columns = ["metric", "predicted", "replayed", "measured", "timing", "decisions", "total"]
-    return HtmlTable("Timing or decisions", note, columns, rows)
+    if comparison.corrected is not None:
+        note += (
+            "Corrected: the prediction with durations scaled by the measured ratios, which "
+            "decides for itself. Consequence = predicted - corrected - direct: what that error "
+            "does to batching and preemption. Rest = corrected - measured: what durations do not "
+            "explain. "
+        )
+    else:
+        note += "Consequence = predicted - retimed: what that error does to decisions. "
+    rows = comparison.split.to_dict("records")
+    opposite = [r["metric"] for r in rows if verdicts.cancels(r["direct"], r["consequence"])]
+    if opposite:
+        note += f"{verdicts.CANCEL} for {', '.join(opposite)}: read both, not their sum. "
+    if hidden := comparison.within_spread:
+        count = len(comparison.reruns) + 1
+        note += f"Left out, as no more than the spread of {count} measurements: "
+        note += f"{', '.join(hidden)}. "
+    elif not comparison.reruns:
+        note += verdicts.UNKNOWN
+    return note.strip()
 
 
 def _memory(comparison: Comparison) -> HtmlTable:
-    rows = [
-        [Cell(f"{row['kind']} on {row['pool']}"), Cell(str(row["stat"]))]
-        + [amount_cell(row[run], "bytes") for run in ("prediction", "measurement")]
-        + [_error("memory", float(row["error"]))]
-        for row in comparison.memory.to_dict("records")
-    ]
+    rows = []
+    for row in comparison.memory.to_dict("records"):
+        cells = [Cell(f"{row['kind']} on {row['pool']}"), Cell(str(row["stat"]))]
+        cells += amount_cells([row[run] for run in RUNS], "bytes")
+        rows.append([*cells, _error("memory", float(row["error"]))])
     note = (
         "As booked by the ledger of each run; means are over time. Measured: the meter's reading, "
         "beside the bytes that the prediction held. "
@@ -199,15 +240,13 @@ def _memory(comparison: Comparison) -> HtmlTable:
 
 
 def _steps(comparison: Comparison) -> HtmlTable:
-    rows = [
-        [Cell(str(row["group"])), Cell(str(row["count"]), float(row["count"]))]
-        + [amount_cell(row[f"mean_{run}_s"], "s") for run in ("prediction", "measurement")]
-        + [
-            _error("step", float(row["sum_error"])),
-            Cell(f"{100 * row['mean_abs']:.1f} %", row["mean_abs"]),
-        ]
-        for row in comparison.steps.to_dict("records")
-    ]
+    means = [[*comparison.steps[f"mean_{run}_s"]] for run in RUNS]
+    shown = amount_cells([value for column in means for value in column], "s")
+    rows = []
+    for number, row in enumerate(comparison.steps.to_dict("records")):
+        cells = [Cell(str(row["group"])), Cell(str(row["count"]), float(row["count"]))]
+        cells += [*shown[number :: len(comparison.steps)], _error("step", float(row["sum_error"]))]
+        rows.append([*cells, Cell(f"{100 * row['mean_abs']:.1f} %", row["mean_abs"])])
     note = "Matched operations of both runs; `host` is the time between plans."
     columns = ["class", "count", "mean predicted", "mean measured", "error of sum", "mean |error|"]
     return HtmlTable("Step times", note, columns, rows)

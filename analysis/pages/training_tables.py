@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from analysis import verdicts
 from analysis.compare import Comparison
 from analysis.metric_names import percents, shares_in
-from analysis.pages.cells import Cell, HtmlTable, amount_cell
+from analysis.pages.cells import Cell, HtmlTable, amount_cell, amount_cells
 from analysis.training import LABELS, UNITS
 
 TITLE = "Training"
@@ -49,7 +49,7 @@ def compared_training(comparison: Comparison) -> HtmlTable:
     for row in errors.to_dict("records"):
         metric, error = str(row["metric"]), float(row["error"])
         cells = [Cell(LABELS[metric])]
-        cells += [amount_cell(row[r], str(row["unit"])) for r in ("prediction", "measurement")]
+        cells += amount_cells([row[r] for r in ("prediction", "measurement")], str(row["unit"]))
         mark = verdicts.verdict(metric, error)
         cells.append(Cell(verdicts.percent(error), abs(error), "" if mark == "undefined" else mark))
         rows.append(cells)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from analysis.ab.groups import has_one_policy
 from analysis.compare import Comparison, check_same_work, compare
@@ -20,21 +21,25 @@ from tandem.cli.errors import Usage
 from tandem.sweeps.point import points_in, superseded_in
 from tandem.wiring.folder import OK, status_of
 
+RATIOS = "duration_ratios"
+
 
 def main(words: Sequence[str]) -> int:
     """Prints the table and the path of the report."""
     parser = argparse.ArgumentParser(
         prog="tandem compare",
         description="Compares runs. A simulated and a measured run of one policy: how far the "
-        "prediction is off and why; the measured plan log is replayed in the simulator to tell "
-        "errors of time from decisions that diverged. Runs that differ in a policy or another "
-        "setting, with one seed or several: which is better, by how much, and whether that could "
-        "be chance; the first setting is the baseline. Given one run, writes its own report.",
+        "prediction is off; the measured plan log is replayed in the simulator to tell the direct "
+        "error of durations from its consequence for decisions. Runs that differ in a policy or "
+        "another setting, with one seed or several: which is better, by how much, and whether that "
+        "could be chance; the first setting is the baseline. Given one run, writes its own report.",
     )
     about = "folder of a run, or one with runs in it, such as a sweep's"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=about)
     parser.add_argument("--out", type=Path, help="folder of the report; default: beside the runs")
-    parser.add_argument("--no-replay", action="store_true", help="leave the replay out")
+    parser.add_argument("--no-replay", action="store_true", help="leave the replays out")
+    about = "another measurement of the same point; errors within their spread are not explained"
+    parser.add_argument("--rerun", type=Path, action="append", default=[], help=about)
     about = "a folder of your own yaml files that the predicted run was given, for the replay"
     parser.add_argument("--config-dir", type=Path, action="append", default=[], help=about)
     about = "an installed package that it was told to trust, again for the replay"
@@ -46,11 +51,15 @@ def main(words: Sequence[str]) -> int:
     elif _is_prediction_and_measurement(folders):
         first, second = folders
         replays, own = not chosen.no_replay, tuple(chosen.config_dir)
-        comparison, page = compare_folders(first, second, chosen.out, replays, own, chosen.trusted)
+        comparison, page = compare_folders(
+            first, second, chosen.out, replays, own, chosen.trusted, chosen.rerun
+        )
         from analysis.verdicts import table
 
         print(table(comparison))
     else:
+        if chosen.rerun:
+            raise Usage("--rerun is of a prediction and its measurement; give these runs as RUN")
         told, page = compare_settings(folders, chosen.out or _beside(chosen.runs, folders))
         print(told)
     print(f"report: {page}")
@@ -123,6 +132,7 @@ def compare_folders(
     replays: bool = True,
     folders: Sequence[Path] = (),
     trusted: Sequence[str] = (),
+    reruns: Sequence[Path] = (),
 ) -> tuple[Comparison, Path]:
     """Compares and writes the report; the measured run is the yardstick whatever the order."""
     from analysis.pages.report import write_report
@@ -131,13 +141,21 @@ def compare_folders(
     if a.is_measured and not b.is_measured:
         a, b = b, a
     check_same_work(a, b)
+    others = [load(folder) for folder in reruns]
+    for run in others:
+        if not run.is_measured:
+            raise Usage(f"--rerun {run.folder}: a simulation has no spread; give a measured run")
+        check_same_work(run, b)
     out = out or b.folder.with_name(f"{a.name}-against-{b.name}")
-    replay = None
+    replay = corrected = None
     # a server shows no plans, so there is nothing of it to replay
     if replays and b.is_measured and not a.is_measured and len(b.plans):
         beside = out.with_name(f"{out.name}-replay")
         replay = load(replay_of(a, b, beside, folders, trusted))
-    comparison = compare(a, b, replay)
+        if not a.config.get(RATIOS):  # the ratios would have to be those of the plain cost
+            beside = out.with_name(f"{out.name}-corrected")
+            corrected = load(corrected_of(a, b, replay, beside, folders, trusted))
+    comparison = compare(a, b, replay, corrected, others)
     page = write_report(comparison, out)
     _export(out, {"prediction": a, "measurement": b})
     return comparison, page
@@ -171,12 +189,6 @@ def replay_of(
     Raises:
         Usage: Another run lies in `folder`, or the files of the predicted run have changed.
     """
-    from tandem.config.composed_config import ComposedConfig
-    from tandem.wiring.cost import profile_hash
-    from tandem.wiring.experiment import run_experiment
-
-    if status_of(folder) is not None:
-        _remove_replay(folder)
     recorded = {
         "scheduling": None,
         "memory": None,
@@ -189,6 +201,46 @@ def replay_of(
         "kv_bytes": None,
         "may_refuse": True,  # refused requests are in the log
     }
+    changes = {**recorded, "budget": budget}
+    return _simulated(prediction, changes, folder, folders, trusted, "policy=recorded")
+
+
+def corrected_of(
+    prediction: Run,
+    measurement: Run,
+    replay: Run,
+    folder: Path,
+    folders: Sequence[Path] = (),
+    trusted: Sequence[str] = (),
+) -> Path:
+    """Simulates the predicted run with durations scaled by the measured ratios; see `replay_of`.
+
+    Its policy decides for itself: the error that it leaves does not come from durations.
+
+    Raises:
+        Usage: as `replay_of`.
+    """
+    from analysis.correction import duration_ratios
+
+    changes = {RATIOS: duration_ratios(replay, measurement)}
+    return _simulated(prediction, changes, folder, folders, trusted)
+
+
+def _simulated(
+    prediction: Run,
+    changes: Mapping[str, Any],
+    folder: Path,
+    folders: Sequence[Path],
+    trusted: Sequence[str],
+    policy: str | None = None,
+) -> Path:
+    """Runs the predicted run's configuration with changes; `policy` is the word that they mean."""
+    from tandem.config.composed_config import ComposedConfig
+    from tandem.wiring.cost import profile_hash
+    from tandem.wiring.experiment import run_experiment
+
+    if status_of(folder) is not None:
+        _remove_replay(folder)
     priced_by = prediction.provenance.get("profile_hash")
     if priced_by not in (None, profile_hash(prediction.config.get("profile"))):
         raise Usage(
@@ -196,9 +248,10 @@ def replay_of(
             f"what {prediction.name} was predicted with, its files have changed; try --no-replay"
         )
     # What a run's folder says adds no trust: the comparison's own words say what may be built.
-    config = {**prediction.config, **recorded, "budget": budget, "trusted": [*trusted]}
-    asked = prediction.provenance.get("overrides", ())
-    words = (*(word for word in asked if not word.startswith("policy=")), "policy=recorded")
+    config = {**prediction.config, **changes, "trusted": [*trusted]}
+    words = tuple(prediction.provenance.get("overrides", ()))
+    if policy is not None:
+        words = (*(word for word in words if not word.startswith("policy=")), policy)
     try:
         run_experiment(ComposedConfig(config, words, tuple(folders)), folder)
     except ValueError as error:  # such as a trace or profile that is gone
@@ -212,7 +265,7 @@ def replay_of(
 def _remove_replay(folder: Path) -> None:
     path = folder / "config.yaml"
     config = yaml_value(path.read_text(encoding="utf-8"), path) if path.is_file() else None
-    if not isinstance(config, dict) or config.get("replayed") is None:
+    if not isinstance(config, dict) or not (config.get("replayed") or config.get(RATIOS)):
         raise Usage(
             f"{folder}: the replay belongs there, and a run that is none is in it; results are "
             "never overwritten: take another --out, or --no-replay"

@@ -16,7 +16,7 @@ from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from sim.cost.contract import LaunchCost
-from sim.cost.tie_sensitivity import SlowerCopies
+from sim.cost.scaled import SlowerCopies
 from sim.executor import SimExecutor
 from tandem.cli.catalog import with_axes
 from tandem.cli.terminal import (

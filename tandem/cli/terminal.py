@@ -164,7 +164,7 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     lines = [_counts(metrics), _throughput(metrics)]
     lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
     for name in LATENCIES:
-        cells = (shown_seconds(metrics.get(f"{stat}_{name}_s")) for stat in STATISTICS)
+        cells = _in_one_unit([metrics.get(f"{stat}_{name}_s") for stat in STATISTICS])
         lines.append(f"{name:8}" + "".join(f"{cell:>12}" for cell in cells))
     if "slo_attainment" in metrics:
         lines.append(_kept(metrics))
@@ -488,6 +488,13 @@ def shown_times(metrics: Mapping[str, Any]) -> str:
 
 def shown_seconds(value: Any) -> str:
     """In ms or s; a dash for nothing."""
-    if value is None:
-        return "-"
-    return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.3f} s"
+    return _in_one_unit([value])[0]
+
+
+def _in_one_unit(values: Sequence[Any]) -> list[str]:
+    """Seconds that stand in one row, all in ms or all in s by the middle one."""
+    known = [value for value in values if value is not None]
+    is_long = bool(known) and sorted(known)[len(known) // 2] >= 1
+    shown = [value if is_long else 1e3 * value for value in known]
+    texts = iter([f"{value:.3f} s" if is_long else f"{value:.2f} ms" for value in shown])
+    return ["-" if value is None else next(texts) for value in values]

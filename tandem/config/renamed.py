@@ -81,7 +81,7 @@ MODULES: dict[tuple[str, str], str] = {
         "zero3_offload zero_offload"
     ),
     ("sim", "sim.cost"): (
-        "cost=contract late=tie_sensitivity load=contract prices=contract ragged=piecewise "
+        "cost=contract late=scaled load=contract prices=contract ragged=piecewise "
         "roofline table=piecewise tables trained=training_launch training_operators "
         "training_terms=training_operators"
     ),
@@ -171,7 +171,7 @@ NAMES: dict[str, str] = {
     "policies.router.least_loaded": "policies.routing.least_outstanding.shortest_queue",
     "policies.seating.Seating": "policies.kv.paged_allocation.PagedAllocation",
     "policies.seating.SeatingRules": "policies.kv.paged_allocation.PagedRules",
-    "sim.late.Late": "sim.cost.tie_sensitivity.SlowerCopies",
+    "sim.late.Late": "sim.cost.scaled.SlowerCopies",
     "traces.cells.whole": "traces.records.whole_number",
     "traces.files.whole": "traces.files.atomically",
     "traces.arrivals.Recorded": "traces.serving.arrivals.RecordedArrivals",

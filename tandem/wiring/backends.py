@@ -227,7 +227,7 @@ def _sim(run_spec: RunSpec) -> Iterator[Backend]:
     from sim.executor import SimExecutor
 
     env = VirtualClock()
-    yield Backend(env, SimExecutor(env, run_spec.cost))
+    yield Backend(env, SimExecutor(env, run_spec.durations))
 
 
 @contextmanager
@@ -236,7 +236,7 @@ def _lockstep(run_spec: RunSpec) -> Iterator[Backend]:
     from sim.executor import SimExecutor
 
     env, machine = VirtualClock(), on_cpu(run_spec)
-    executor = LockstepExecutor(machine, SimExecutor(env, run_spec.cost))
+    executor = LockstepExecutor(machine, SimExecutor(env, run_spec.durations))
     yield Backend(env, executor, machine, cpu_meter(machine))
 
 

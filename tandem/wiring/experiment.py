@@ -204,7 +204,7 @@ def provenance_of(point: ComposedConfig, run_spec: RunSpec) -> dict[str, Any]:
         "clock": backend["clock"],
         "model": run_spec.spec.name,
         "device": run_spec.device.name,
-        "cost_form": run_spec.cost.form if is_predicted else "measured",
+        "cost_form": run_spec.durations.form if is_predicted else "measured",
         "quoted_cost_form": run_spec.cost.form,  # what policies are told that operations take
         "cost_provenance": run_spec.cost.provenance,
         "profile_hash": profile_hash(point.config["profile"]),

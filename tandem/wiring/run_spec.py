@@ -15,6 +15,7 @@ from policies.composed import Composed as ComposedPolicy
 from policies.scheduling.recorded import RecordedPlans, RecordedRouter
 from sim.cost.contract import LaunchCost, PolicyCost
 from sim.cost.roofline import Roofline
+from sim.cost.scaled import DurationRatio, scaled
 from sim.devices.device import Device
 from sim.devices.group import Group, check_links, rank_device
 from tandem.config.build import Builder
@@ -30,6 +31,7 @@ from traces.serving.request import Request, TrainingJob
 ENDLESS_BYTES = 1 << 60
 MOST_REPLICAS = 10_000
 MOST_DEPTH = 1_000
+RATIOS = "duration_ratios"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,12 @@ class RunSpec:
     decoding: Decoding
     is_replay: bool  # of another run's plan log
     trainees: Sequence[Trainee] = ()
+    ratios: Sequence[DurationRatio] = ()
+
+    @property
+    def durations(self) -> LaunchCost:
+        """The cost that a simulation takes, scaled; policies are quoted `cost` as it is."""
+        return scaled(self.cost, self.ratios)
 
     @property
     def page(self) -> PageSize:
@@ -119,7 +127,30 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         decoding,
         is_replay=config.get("replayed") is not None,
         trainees=trainees,
+        ratios=_ratios(config),
     )
+
+
+def _ratios(config: Mapping[str, Any]) -> tuple[DurationRatio, ...]:
+    """Factors on durations of a simulation. ValueError for one that means nothing."""
+    rows = (
+        conform(config.get(RATIOS), list[Mapping[str, Any]] | None, RATIOS) or ()
+    )  # earlier runs have none
+    if rows and config["backend"]["name"] not in ("sim", "lockstep"):
+        raise ValueError(f"{RATIOS} scales a simulation; set {RATIOS}=null, or backend=sim")
+    found = []
+    for number, row in enumerate(rows):
+        where = f"{RATIOS}[{number}]"
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"{where}={row}: give a group and its ratio, {{group: decode, ratio: 1.1}}"
+            )
+        given = arguments(DurationRatio, row, where)
+        try:
+            found.append(DurationRatio(**given))
+        except ValueError as error:
+            raise ValueError(f"{where}.{error}") from error
+    return tuple(found)
 
 
 def _room(

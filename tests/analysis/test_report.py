@@ -18,6 +18,7 @@ from analysis.figures import plots, run_figures, timelines
 from analysis.figures.style import RUNS
 from analysis.pages import report
 from analysis.pages.report import write_report, write_run_report
+from analysis.pages.tables import compared_tables
 from analysis.run import Run, load
 from tests.support.synthetic import MS, TWO, Toy, write
 
@@ -99,7 +100,7 @@ def test_the_numbers_are_on_file(comparison: Comparison, page: Path) -> None:
     found = json.loads((page.parent / "comparison.json").read_text(encoding="utf-8"))
     assert found["plans"]["common"] == comparison.plans.common
     assert found["errors"][0]["error"] == comparison.error("ttft", "mean")
-    assert len(found["split"]) == 7 and len(found["runs"]) == 3
+    assert len(found["split"]) == 4 and len(found["runs"]) == 3
     errors = pd.read_csv(page.parent / "errors.csv")
     assert errors["error"].to_numpy() == pytest.approx(comparison.errors["error"].to_numpy())
 
@@ -174,7 +175,7 @@ def test_the_headline_has_sizes_and_causes(comparison: Comparison) -> None:
     assert f"mean TPOT {abs(error) * 100:.1f} % too low" in text and error < 0
     assert f"the first {comparison.plans.common} of" in text
     rows = comparison.split.set_index("metric")
-    assert verdicts.percent(float(rows.loc["mean e2e", "timing_share"])) in text
+    assert verdicts.percent(float(rows.loc["mean e2e", "direct_share"])) in text
     assert "cost form table" in text and "drifted by 1.0 %" in text
 
 
@@ -186,34 +187,70 @@ def test_decisions_of_a_server_without_plans_are_not_compared(
     assert "decisions are not compared" in text and "plans." not in text
 
 
+def with_parts(
+    comparison: Comparison, direct: float, consequence: float, rest: float
+) -> Comparison:
+    """The comparison with these parts of the error of the mean end-to-end latency, of 1 s."""
+    parts = {"direct": direct, "consequence": consequence, "rest": rest}
+    total = direct + consequence + (0.0 if rest != rest else rest)
+    row = {"metric": "mean e2e", **parts, "total": total, "spread": float("nan")}
+    row |= {f"{part}_share": value for part, value in parts.items()}
+    row |= {"total_share": total, "explained": 1 - abs(rest) / abs(total)}
+    row |= dict.fromkeys(("prediction", "retimed", "corrected"), 1 + total) | {"measurement": 1.0}
+    return replace(comparison, split=pd.DataFrame([row]))
+
+
 @pytest.mark.parametrize(
-    ("timing", "decisions", "why"),
+    ("direct", "consequence", "said"),
+    [(0.09, -0.10, True), (-0.09, 0.02, True), (0.09, 0.10, False), (0.09, -0.002, False)],
+)
+def test_parts_of_opposite_signs_are_said_to_cancel(
+    comparison: Comparison, direct: float, consequence: float, said: bool
+) -> None:
+    found = with_parts(comparison, direct, consequence, float("nan"))
+    text, shown = verdicts.headline(found), verdicts.table(found)
+    note = next(t.note for t in compared_tables(found) if "consequence" in t.title)
+    assert ("opposite signs and cancel in part, which leaves" in text) is said
+    assert ("cancel in part: mean e2e" in shown) is said
+    assert ("cancel in part for mean e2e" in note) is said
+    for word in (verdicts.percent(direct), verdicts.percent(consequence)):
+        assert word in text and word in shown
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
     [
-        (0.09, -0.10, "does not tell them apart"),
-        (0.09, 0.10, "comes from decisions that diverged"),
-        (0.09, -0.02, "comes from durations of steps"),
+        (0.004, "explain 96 % of the error."),
+        (0.05, "explain 67 % of the error, something else the rest."),
+        (-0.3, "explain none of the error, something else the rest."),
     ],
 )
-def test_a_split_whose_parts_cancel_blames_neither(
-    comparison: Comparison, timing: float, decisions: float, why: str
+def test_the_headline_says_how_much_durations_explain(
+    comparison: Comparison, rest: float, said: str
 ) -> None:
-    rows = {"metric": ["mean e2e"], "timing_share": [timing], "decisions_share": [decisions]}
-    assert why in verdicts.headline(replace(comparison, split=pd.DataFrame(rows)))
+    found = with_parts(comparison, 0.06, 0.04, rest)
+    text = verdicts.headline(found)
+    assert said in text and f"the prediction is {verdicts.percent(rest)} off" in text
+    assert f"rest {verdicts.percent(rest):>8}" in verdicts.table(found)
+    assert "explain" not in verdicts.headline(with_parts(comparison, 0.06, 0.04, float("nan")))
 
 
-@pytest.mark.parametrize(("off", "told"), [(0.9, True), (0.98, False), (1.1, False)])
-def test_decisions_are_not_blamed_alone_where_steps_are_too_short(
-    comparison: Comparison, off: float, told: bool
-) -> None:
-    """A replay of plans made for longer steps waits for arrivals: timing shows as decisions."""
-    rows = {"metric": ["mean e2e"], "timing_share": [0.01], "decisions_share": [-0.19]}
-    sums = {"sum_prediction_s": [off * 8.0, 9.0], "sum_measurement_s": [8.0, 1.0]}
-    steps = pd.DataFrame({"group": ["decode only", "host"], **sums})
-    changed = replace(comparison, split=pd.DataFrame(rows), steps=steps)
-    text = verdicts.headline(changed)
-    assert ("Part of it is timing, too: its steps are off by -10.0 % in all" in text) is told
-    shown = verdicts.percent(off - 1)
-    assert f"operations, same plans      {shown} of their time in all" in verdicts.table(changed)
+def test_causes_of_what_reruns_hide_are_left_out(comparison: Comparison, tmp_path: Path) -> None:
+    """Reruns that differ by more than the error: nothing is said of causes, and that is said."""
+    a, b, played = comparison.prediction, comparison.measurement, comparison.replay
+    other = b.requests.assign(**{n: b.requests[n] * 2 for n in ("first_token_ns", "finish_ns")})
+    hidden = compare(a, b, played, reruns=[replace(b, requests=other)])
+    assert hidden.within_spread == ("mean ttft", "mean tpot", "mean e2e")
+    assert hidden.split["metric"].tolist() == ["peak kv"]
+    said = "no more than the spread of 2 measurements, so its causes are left out"
+    assert said in verdicts.headline(hidden) and "direct error" not in verdicts.headline(hidden)
+    shown = verdicts.table(hidden)
+    assert "within the spread of reruns: mean ttft, mean tpot, mean e2e" in shown
+    note = next(t.note for t in compared_tables(hidden) if "consequence" in t.title)
+    assert "Left out, as no more than the spread of 2 measurements: mean ttft" in note
+    known = compare(a, b, played, reruns=[b])  # no spread at all hides nothing
+    assert len(known.split) == 4 and "spread" not in verdicts.headline(known)
+    assert "spread of reruns is not known" in verdicts.headline(comparison)
 
 
 def test_drift_is_shown_beside_the_errors(comparison: Comparison) -> None:

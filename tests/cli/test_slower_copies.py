@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.contract.executor import Launch
 from engine.contract.plan import Copy
 from engine.contract.regions import Kind, Place, Region, Tier
-from sim.cost.tie_sensitivity import SlowerCopies
+from sim.cost.scaled import SlowerCopies
 from tandem.cli.plan_command import LATE, plan_run, told
 from tandem.config.compose import composed
 
