@@ -1,11 +1,21 @@
-"""Causes of a difference between two runs: operations, their consequence, lanes, settings."""
+"""Causes of a difference between two runs: operations, their consequence, lanes, settings.
+
+A difference has two causes that are told apart. `retimed` is the measurement at equal decisions,
+with the durations that were predicted for its operations. `duration_ratios` scale the durations of
+a simulation that decides for itself: it says how much of the difference comes from durations, with
+all that they do to decisions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from analysis.agreement import common_plans
 from analysis.distance import relative_error
@@ -18,6 +28,13 @@ from analysis.usage import host_share, lane_shares, memory_use, operations
 HOST = "host"
 # Throughput follows the arrivals: at equal decisions it says nothing.
 SPLIT = ("mean ttft", "mean tpot", "mean e2e", MEAN_STEP, "peak kv")
+Floats = NDArray[np.float64]
+COMPUTING = ("cpu", "compute")  # the last has the say where both are busy
+TIMES = ("arrival_ns", "scheduled_ns", "first_token_ns", "finish_ns")
+LEAST = 10  # operations that a ratio rests on, where there are as many
+MOST = {"slices": 16, "load": 8, "context": 4}  # ratios by each part, within the ones before
+
+Ratio = dict[str, Any]
 
 
 def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
@@ -152,3 +169,136 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         out |= _flat(value, f"{prefix}{key}.")
     return out
+
+
+# ---- the measurement at equal decisions
+# Each plan, each batch and each wait for a request stays as it was measured. Where a computing lane
+# is busy, time passes by the predicted over the measured duration of its operation; else where the
+# host makes a plan, by that of the host's time; else where a copy or a collective is in flight, by
+# its. Otherwise it passes as measured. A request arrives within an operation where it did.
+class Clock:
+    """Time of a device as it would have passed with predicted durations."""
+
+    def __init__(self, operations: pd.DataFrame) -> None:
+        """A clock from the matched operations of a device, see `matched_steps`."""
+        host = operations[operations["host_s_measurement"] > 0]
+        hosts = _lane(host["issue_ns_measurement"], host, "host_s")
+        lanes = {
+            str(name): _lane(part["start_ns_measurement"], part, "duration_s")
+            for name, part in operations.groupby("lane")
+        }
+        moving = [lane for name, lane in lanes.items() if name not in COMPUTING]
+        computing = [lanes[name] for name in COMPUTING if name in lanes]
+        spans = [*moving, hosts, *computing]
+        self._at = np.unique(np.concatenate([part for lane in spans for part in lane[:2]]))
+        pace = np.ones(max(0, len(self._at) - 1))
+        for lane in spans:
+            _paint(pace, self._at, *lane)
+        self._passed = np.concatenate([[0.0], np.cumsum(pace * np.diff(self._at))])
+
+    def ns(self, at_ns: Floats) -> Floats:
+        """Times of this clock for measured ones, NaN where unknown."""
+        if not len(self._at):
+            return at_ns
+        early = np.minimum(at_ns - self._at[0], 0)  # outside of the operations as measured
+        late = np.maximum(at_ns - self._at[-1], 0)
+        found: Floats = np.interp(at_ns, self._at, self._passed) + early + late
+        return found
+
+
+def _lane(starts_ns: pd.Series, rows: pd.DataFrame, name: str) -> tuple[Floats, Floats, Floats]:
+    """Starts and ends of what a lane did, in order, and predicted over measured time."""
+    measured_s = rows[f"{name}_measurement"].to_numpy(float)
+    order = np.argsort(starts_ns.to_numpy(), kind="stable")
+    order = order[measured_s[order] > 0]
+    starts = starts_ns.to_numpy(float)[order]
+    ratio = rows[f"{name}_prediction"].to_numpy(float)[order] / measured_s[order]
+    return starts, starts + measured_s[order] * 1e9, ratio
+
+
+def _paint(pace: Floats, at: Floats, starts: Floats, ends: Floats, ratio: Floats) -> None:
+    """Sets the pace between the times `at` where a lane is busy."""
+    middle = (at[:-1] + at[1:]) / 2
+    number = np.searchsorted(starts, middle, side="right") - 1
+    busy = number >= 0
+    busy[busy] = middle[busy] < ends[number[busy]]
+    pace[busy] = ratio[number[busy]]
+
+
+def retimed(operations: pd.DataFrame, measurement: Run) -> Run:
+    """The requests and training steps of a measured run, with predicted durations.
+
+    Args:
+        operations: of a replay of the measured plans and of the measurement, side by side.
+        measurement: the measured run.
+
+    Returns:
+        The run; its tables of steps, memory and plans are as measured.
+    """
+    clocks = {int(str(name)): Clock(part) for name, part in operations.groupby("device")}
+    first = min(clocks, default=0)
+    clocks.setdefault(first, Clock(operations))
+    requests, training = measurement.requests.copy(), measurement.training.copy()
+    devices = requests["device"].fillna(first).to_numpy(int)
+    for device in {*devices.tolist()}:
+        own, clock = devices == device, clocks.get(device, clocks[first])
+        for name in TIMES:
+            requests[name] = requests[name].astype(float)
+            requests.loc[own, name] = clock.ns(requests.loc[own, name].to_numpy(float))
+        tokens = requests.loc[own, "token_ns"].map(partial(_tokens, clock))
+        requests.loc[own, "token_ns"] = tokens
+    for name in ("start_ns", "end_ns"):
+        training[name] = clocks[first].ns(training[name].to_numpy(float))
+    return replace(measurement, requests=requests, training=training)
+
+
+def _tokens(clock: Clock, token_ns: Sequence[int] | None) -> Floats | None:
+    return None if token_ns is None else clock.ns(np.asarray(token_ns, float))
+
+
+# ---- measured over predicted durations
+def duration_ratios(replay: Run, measurement: Run) -> list[Ratio]:
+    """Ratios of the durations of a replay of the measured plans, for its configuration.
+
+    Rows are those of sim.cost.scaled.DurationRatio: group, ratio of sums (so that long operations
+    weigh more), the least size that it is for, and what is added where nothing was predicted.
+    """
+    rows = matched_steps(replay, measurement)
+    kinds = {str(name): part for name, part in rows.groupby("group")}
+    found = [row for name, part in kinds.items() for row in _of_group({"group": name}, part)]
+    host_s = [rows[f"host_s_{run}"] for run in ("prediction", "measurement")]
+    is_plan = (host_s[0] > 0) | (host_s[1] > 0)
+    return [*found, *_of_sums({"group": HOST}, *(part[is_plan] for part in host_s))]
+
+
+def _of_group(where: Ratio, rows: pd.DataFrame, parts: Sequence[str] = SIZES) -> Iterator[Ratio]:
+    """The ratios of operations by slices, within them by load, and within that by context."""
+    if not parts:
+        yield from _of_sums(where, rows["duration_s_prediction"], rows["duration_s_measurement"])
+        return
+    part, *others = parts
+    for least, members in _buckets(rows[part].to_numpy(float), MOST[part]):
+        yield from _of_group({**where, f"{part}_from": least}, rows[members], others)
+
+
+def _buckets(values: NDArray[Any], most: int) -> Iterator[tuple[float, NDArray[Any]]]:
+    """Least values of equally full buckets, the first from 0 on, and the members of each."""
+    count = max(1, min(most, len(values) // LEAST))
+    inner = np.quantile(values, np.arange(1, count) / count, method="higher")
+    starts = np.unique([0.0, *inner])
+    places = np.searchsorted(starts, values, side="right") - 1
+    for number, start in enumerate(starts):
+        members = places == number
+        if members.any():
+            yield float(start), members
+
+
+def _of_sums(where: Ratio, predicted_s: pd.Series, measured_s: pd.Series) -> Iterator[Ratio]:
+    """The ratio of two sums; where nothing was predicted, the mean that was measured is added."""
+    if not len(measured_s):
+        return
+    total_s = float(predicted_s.sum())
+    if total_s > 0:
+        yield {**where, "ratio": float(measured_s.sum()) / total_s}
+    elif measured_s.sum() > 0:
+        yield {**where, "ratio": 1.0, "added_ns": float(measured_s.mean()) * 1e9}

@@ -14,6 +14,7 @@ from analysis.causes import (
     config_differences,
     is_told,
     matched_steps,
+    retimed,
     shares,
     split,
     step_errors,
@@ -21,7 +22,6 @@ from analysis.causes import (
 from analysis.distance import ks, relative_error, wasserstein
 from analysis.metric_names import LATENCIES, THROUGHPUTS
 from analysis.metrics import per_request, samples, statistics, throughput
-from analysis.retimed import retimed
 from analysis.run import Run
 from analysis.training import (
     UNITS,

@@ -220,7 +220,7 @@ def corrected_of(
     Raises:
         Usage: as `replay_of`.
     """
-    from analysis.correction import duration_ratios
+    from analysis.causes import duration_ratios
 
     changes = {RATIOS: duration_ratios(replay, measurement)}
     return _simulated(prediction, changes, folder, folders, trusted)

@@ -10,9 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.causes import matched_steps
-from analysis.correction import LEAST, duration_ratios
-from analysis.retimed import Clock, retimed
+from analysis.causes import LEAST, Clock, duration_ratios, matched_steps, retimed
 from analysis.run import Run, load
 from benchmarks.fidelity.why_split import PERTURBED, compared, is_honest, measured
 from engine.contract.executor import Launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -87,8 +88,8 @@ def test_two_replicas_are_predicted_measured_and_compared(
     assert f"{len(measured.plans)} of {len(measured.plans)}" in told, "all plans are in common"
     text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "Replicas" in text
-    drawn = pd.read_csv(tmp_path / "report" / "figures" / "memory.csv")["run"]
-    assert {f"{name}, device {d}" for name in RUNS for d in range(2)} <= set(drawn)
+    drawn = pd.read_csv(tmp_path / "report" / "figures" / "memory.csv")
+    assert {*zip(drawn["run"], drawn["device"], strict=True)} == {*product(RUNS, range(2))}
     replay = load(tmp_path / "report-replay")
     assert booked(replay) == booked(measured)
 

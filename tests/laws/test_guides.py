@@ -44,6 +44,10 @@ PYTHON = [name for name in PAGES if any(b.kind == "python" for b in blocks_of(pa
 LISTED = {  # blocks that are not run, by their page and first line
     ("README.md", "make demo"): "they set up the machine, and run the tests",
     ("docs/index.md", "make demo"): "they set up the machine",
+    (
+        "docs/guide/fidelity.md",
+        "tandem fidelity",
+    ): "it measures for half an hour and more, on a machine at rest",
     ("docs/guide/gpu.md", "make gpu"): "it goes through all parts, for minutes",
     ("docs/guide/replay.md", "make demo TORCH_SPEC=torch"): "it sets up the machine",
     ("docs/guide/replay.md", "tandem run backend=openai"): "it needs a server",
