@@ -1,0 +1,111 @@
+"""What documents, comparisons and reports promise, each with the test or claim that shows it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, GUIDES, AB = (
+    "tests/laws/test_docs.py",
+    "tests/laws/test_guides.py",
+    "tests/analysis/test_ab.py",
+)
+LOOK, SWEEP = "tests/analysis/test_look.py", "tests/analysis/test_report_sweep.py"
+INTERVALS = "benchmarks/correctness/ab_intervals.py"
+FIDELITY = "benchmarks/fidelity/fidelity_command.py"
+
+SHOWN = {
+    # documents
+    "README has at most 1,200 words": f"{DOCS}::test_readme_is_short",
+    "DESIGN has at most 200 lines": f"{DOCS}::test_design_is_short",
+    "no decision has more than 40 lines": f"{DOCS}::test_a_decision_has_its_form",
+    "README and CLAIMS agree": f"{DOCS}::test_readme_and_claims_agree",
+    "every page is in the site": f"{DOCS}::test_every_page_is_in_the_list_of_the_site",
+    "the site builds strictly": ".ci/run: make docs",
+    "every Python block runs": f"{GUIDES}::test_python_of_a_document_runs",
+    "every command of README runs": f"{GUIDES}::test_commands_of_readme_run",
+    "every command of a guide runs": f"{GUIDES}::test_commands_of_a_guide_run",
+    "slow commands run": f"{GUIDES}::test_slow_commands_of_a_document_run",
+    "blocks that are not run are listed": f"{GUIDES}::test_blocks_that_are_not_run_are_listed",
+    "the notebook executes": f"{GUIDES}::test_the_notebook_runs",
+    "policy feedback_queue": f"{GUIDES}::test_the_feedback_queue_keeps_its_contract_and_its_levels",
+    "policy shortest": f"{GUIDES}::test_the_guides_policy_is_the_example",
+    "policy keeps_room": f"{GUIDES}::test_the_guides_policy_restarts_less",
+    "the wheel works outside": (
+        "tests/laws/test_packages.py::test_an_installed_wheel_works_outside_the_checkout"
+    ),
+    # which policy is better
+    "equal runs differ in nothing": f"{AB}::test_equal_runs_differ_in_nothing",
+    "equal policies are told apart in 3 to 8 % of 1,000": INTERVALS,
+    "3 % slower is detected in 80 %": INTERVALS,
+    "a pair above 90 % load needs seeds": INTERVALS,
+    "shortest first names the losers": f"{AB}::test_shortest_first_makes_long_prompts_wait",
+    "neighbours in a queue depend on each other": (
+        "tests/analysis/test_intervals.py::test_blocks_cover_dependent_values_better_than_single_draws"
+    ),
+    "few samples are marked": f"{AB}::test_percentiles_of_few_requests_are_marked",
+    # why a prediction is off
+    "direct part and consequence explain 90 %": "benchmarks/fidelity/why_split.py",
+    "parts that cancel are told": (
+        "tests/analysis/test_why.py::test_durations_and_their_consequence_explain_the_error"
+    ),
+    # sweeps
+    "rate, replicas, pages, device budget and link along x": (
+        f"{SWEEP}::test_a_real_sweep_is_drawn_over_what_it_varies"
+    ),
+    "lines of the SLO carry their value": (
+        f"{SWEEP}::test_a_line_of_the_objective_carries_its_value"
+    ),
+    "no table is cut off": f"{SWEEP}::test_no_table_of_the_page_is_wider_than_the_page",
+    # look
+    "milliseconds where seconds read as 0.002": (
+        f"{LOOK}::test_numbers_that_are_read_together_have_one_unit"
+    ),
+    "opacity by density": f"{LOOK}::test_many_points_are_faint",
+    "one figure of memory": f"{LOOK}::test_the_memory_of_both_runs_lies_in_one_figure",
+    "capacity off the scale": (
+        f"{LOOK}::test_the_capacity_is_a_line_only_where_it_leaves_room_for_the_data"
+    ),
+    "a headline on every page": f"{LOOK}::test_each_page_begins_with_what_it_says",
+    # fidelity of anybody's workload
+    "three models and policies at 50 and 80 % load": FIDELITY,
+    "throughput 2 %, TPOT and E2E 5 %, peak KV 3 %": FIDELITY,
+    "every rerun is told": (
+        "tests/fidelity/test_verdicts.py::test_a_page_shows_verdicts_and_discarded_reruns"
+    ),
+}
+ABSENT = {
+    "a device budget with lines of an SLO": "budget.device_bytes is of training, which has no SLO",
+    "a new user within an hour": "no script can be new to Tandem; every block of a guide is run",
+}
+
+
+def is_there(where: str) -> bool:
+    """Whether a test, a claim or a line of a script exists."""
+    name, mark, test = where.partition("::")
+    if not mark:
+        name, mark, line = where.partition(": ")
+        path = ROOT / name
+        return path.is_file() and (not mark or line in path.read_text().splitlines())
+    tree = ast.parse((ROOT / name).read_text()) if (ROOT / name).is_file() else ast.Module([], [])
+    return any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body)
+
+
+@pytest.mark.parametrize("promise", SHOWN)
+def test_what_is_promised_is_shown(promise: str) -> None:
+    assert is_there(SHOWN[promise]), SHOWN[promise]
+
+
+def test_what_is_not_shown_has_a_reason() -> None:
+    assert all(ABSENT.values()) and not ABSENT.keys() & SHOWN.keys()
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["tests/laws/test_docs.py::test_nothing", "benchmarks/none.py", ".ci/run: make nothing"],
+)
+def test_what_is_not_there_is_seen(where: str) -> None:
+    assert not is_there(where)
