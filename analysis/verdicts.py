@@ -272,7 +272,7 @@ def table(comparison: Comparison) -> str:
         if row["metric"] in ("mean ttft", "mean tpot", E2E, MEAN_STEP):
             parts = [f"{part} {percent(row[f'{part}_share']):>8}" for part in PARTS]
             text = "  ".join(parts[:2] if math.isnan(row["rest"]) else parts)
-            lines.append(f"{row['metric']:<19}{text}")
+            lines.append(f"{row['metric']:<27}{text}")
     if len(comparison.training):
         lines.append(f"{'losses':<27} {comparison.losses.text}")
     if comparison.replay is not None:
@@ -283,7 +283,8 @@ def table(comparison: Comparison) -> str:
     forms = [run.cost_form for run in (comparison.prediction, comparison.measurement)]
     lines.append(f"{'durations rest on':<27}{forms[0]:>15}{forms[1]:>15}")
     apart = ": then each run decides for itself" if plans.divergence else ""
-    common = f"{plans.common} of {plans.measurement} ({100 * plans.share:.0f} %){apart}"
+    longer = max(plans.prediction, plans.measurement)
+    common = f"{plans.common} of {longer} ({100 * plans.share:.0f} %){apart}"
     if plans.divergence and not plans.common:
         common = f"none of {plans.measurement}: causes cannot be told apart"
     lines.append(f"plans in common             {common}")

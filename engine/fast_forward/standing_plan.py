@@ -242,10 +242,10 @@ class StandingPlan:
         if last is None or decodes is None:
             return None
         if self._paused is not None and not decodes.jobs:
-            decodes = self.decodes = self._paused
+            decodes = self._paused
         if [*decodes.jobs, *last.tail] != serving:
             return None
-        self._last = None  # jobs of its tail may join the decodes now
+        self.decodes, self._last = decodes, None  # jobs of its tail may join the decodes now
         self._join(decodes, last.tail, last.places)
         self.shown = decodes.cycle()
         rest = serving[len(decodes.jobs) :]

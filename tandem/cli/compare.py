@@ -7,6 +7,7 @@ others are compared by the setting in which they differ.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from tandem.sweeps.point import points_in, superseded_in
 from tandem.wiring.folder import OK, status_of
 
 RATIOS = "duration_ratios"
+OF_COMPARE = ("-replay", "-corrected")  # ends of folders that a comparison simulates
 
 
 def main(words: Sequence[str]) -> int:
@@ -78,6 +80,7 @@ def _runs_in(given: Path) -> list[Path]:
     old = {place: superseded_in(place) for place in places}
     order = {place / name: i for place in places for i, name in enumerate(points_in(place))}
     kept = [f for f in found if status_of(f) == OK and f.name not in old[f.parent]]
+    kept = [f for f in kept if not f.name.endswith(OF_COMPARE)]  # its own, of an earlier call
     return sorted(kept, key=lambda f: (f.parent, order.get(f, len(order)))) or [given]
 
 
@@ -108,7 +111,8 @@ def compare_settings(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
     from analysis.pages.ab import left_out, write_ab_report
 
     found = against_baseline([load_checked(folder) for folder in folders])
-    command = "tandem compare " + " ".join(str(folder.resolve()) for folder in folders)
+    words = [*(str(folder.resolve()) for folder in folders), "--out", str(out.resolve())]
+    command = f"tandem compare {shlex.join(words)}"
     page = write_ab_report(found, out, command)
     told = [table(pair) for pair in found]
     return "\n\n".join([*told, *left_out([found[0].a, *(pair.b for pair in found)])]), page
@@ -150,10 +154,10 @@ def compare_folders(
     replay = corrected = None
     # a server shows no plans, so there is nothing of it to replay
     if replays and b.is_measured and not a.is_measured and len(b.plans):
-        beside = out.with_name(f"{out.name}-replay")
+        beside = out.with_name(f"{out.name}{OF_COMPARE[0]}")
         replay = load(replay_of(a, b, beside, folders, trusted))
         if not a.config.get(RATIOS):  # the ratios would have to be those of the plain cost
-            beside = out.with_name(f"{out.name}-corrected")
+            beside = out.with_name(f"{out.name}{OF_COMPARE[1]}")
             corrected = load(corrected_of(a, b, replay, beside, folders, trusted))
     comparison = compare(a, b, replay, corrected, others)
     page = write_report(comparison, out)

@@ -38,9 +38,9 @@ def main(words: Sequence[str]) -> int:
     elif (known := recalled(words)) is not None:
         _run_once(words, known.config, known.new_folder())
     else:
-        from tandem.config.compose import composed_run, composing
+        from tandem.config.compose import composed_run, composing, config_dir_of
 
-        with composing(words):
+        with composing(words, config_dir_of(words)):
             composed, folder, unresolved = composed_run(words)
             _run_once(words, composed.config, folder)
         keep(words, composed, unresolved)
@@ -69,13 +69,14 @@ def _run_app(words: Sequence[str]) -> None:
     """Sweeps, the user's own folders, `--cfg`, `--help`: whatever Hydra can do."""
     import hydra
 
-    from tandem.config.compose import composing, register_resolvers
+    from tandem.config.compose import composing, config_dir_of, register_resolvers
 
     _failed.clear()
     _given[:] = words
     register_resolvers()
     app = hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-    with composing(words), _raising_hydra(["tandem run", *options_first(words)]):
+    told = composing(words, config_dir_of(words))
+    with told, _raising_hydra(["tandem run", *options_first(words)]):
         app(_run_job)()
     if _failed:
         raise _failed[0]

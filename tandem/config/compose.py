@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tandem.config.outside import check_sources, check_trust, own_package
 
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
 ALSO_CALLED = {"gpu": "cuda", "simulator": "sim", "server": "openai", "vllm": "vllm_v1"}  # options
+CONFIG_DIR = ("--config-dir", "-cd")  # the flag of a folder of the user's options
 NO_NAME = "Config group override must be a string"  # what Hydra says
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
 
@@ -60,7 +62,7 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
         raise Usage(f"--config-dir {config_dir}: no such folder")
     search = [f"hydra.searchpath=[{_quoted(config_dir)}]"] if config_dir else []
     words = [*search, *overrides]
-    with composing(overrides):
+    with composing(overrides, config_dir):
         with suppress(YAMLError), libyaml():
             return _hydras(words)
         return _hydras(words)  # again: libyaml names other places
@@ -89,12 +91,12 @@ def _quoted(folder: str) -> str:
 
 
 @contextmanager
-def composing(overrides: Sequence[str]) -> Iterator[None]:
+def composing(overrides: Sequence[str], config_dir: str | None = None) -> Iterator[None]:
     """What goes wrong in composing is a Usage of one line."""
     try:
         yield
     except COMPOSING as error:
-        raise Usage(one_line(error, overrides)) from error
+        raise Usage(one_line(error, overrides, config_dir)) from error
     except RecursionError as error:
         raise Usage("the settings are nested too deeply to be read; make them flat") from error
     except ValueError as error:
@@ -129,7 +131,7 @@ def plain(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return config
 
 
-def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
+def one_line(error: Exception, overrides: Sequence[str] = (), config_dir: str | None = None) -> str:
     """What is wrong with a configuration, and what was probably meant."""
     if isinstance(error, YAMLError):
         return fault_in_file(error)
@@ -140,7 +142,7 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
         other = ALSO_CALLED.get(name)
         meant = f"; did you mean {other}?" if other in options else did_you_mean(name, options)
         meant = meant or f"; there are {', '.join(options)}"
-        return f"{group}={name}: no such option{meant}"
+        return f"{group}={name}: no such option{_other_folder(group, config_dir) or meant}"
     cause = error.__cause__
     if found := WRONG_KEY.search(text):
         key = found.group(1).partition("@")[0]
@@ -150,10 +152,30 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
                 f"{key}: the {key.partition('.')[0]} that is chosen has a mapping there without "
                 f"{inner.removeprefix(f'{key}.')}; replace it: ~{key} '+{key}={{...}}'"
             )
-        if key in (known := _known_settings(key)):  # arrival.rate where arrival=trace
+        if key in (known := _known_settings(key, config_dir)):  # arrival.rate where arrival=trace
             return f"{key}: no setting of the {key.partition('.')[0]} that is chosen"
         return f"{key}: no such setting{did_you_mean(key, known)}"
     return f"{text} {' '.join(str(cause).split())}" if cause else text
+
+
+def _other_folder(group: str, config_dir: str | None) -> str:
+    """A clause where a folder of options has none of the group; "" where it has some."""
+    if config_dir is None or (Path(config_dir) / group).is_dir():
+        return ""
+    inside = Path(config_dir) / "conf"
+    meant = f"; did you mean --config-dir {inside}?" if (inside / group).is_dir() else ""
+    return f"; {config_dir} has no folder {group}{meant}"
+
+
+def config_dir_of(words: Sequence[str]) -> str | None:
+    """The folder that words of a command line give with --config-dir; None without one."""
+    for before, word in pairwise(["", *words]):
+        flag, mark, folder = word.partition("=")
+        if flag in CONFIG_DIR and mark:
+            return folder
+        if before in CONFIG_DIR:
+            return word
+    return None
 
 
 def _nameless(overrides: Sequence[str]) -> str | None:
@@ -167,11 +189,12 @@ def _nameless(overrides: Sequence[str]) -> str | None:
     return None
 
 
-def _known_settings(wrong: str) -> list[str]:
+def _known_settings(wrong: str, config_dir: str | None = None) -> list[str]:
     """Names at the level of the wrong key in the default configuration, groups included.
 
     And keys with an equal end, at any depth of any option of its group: training.path suggests
-    training.data.path, and training.steps suggests training.num_steps.
+    training.data.path, and training.steps suggests training.num_steps. Before them those of the
+    user's own options of the group.
     """
     try:
         config = default_config()
@@ -180,12 +203,14 @@ def _known_settings(wrong: str) -> list[str]:
     everything = list(_dotted_settings(config)) + [path.name for path in _groups()]
     depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
     found = [key for key in everything if key.count(".") == depth]
-    return [*found, *(key for key in _settings_of_options(group) if last in key.rpartition(".")[2])]
+    own = [*_settings_of_options(group, Path(config_dir))] if config_dir else []
+    ours = _settings_of_options(group, Path(str(files("conf"))))
+    return [*own, *found, *(key for key in ours if last in key.rpartition(".")[2])]
 
 
-def _settings_of_options(group: str) -> Iterator[str]:
+def _settings_of_options(group: str, folder: Path) -> Iterator[str]:
     """The keys of all options of a group, nested ones too; none where it is no group."""
-    for path in sorted((Path(str(files("conf"))) / group).glob("*.yaml")) if group else ():
+    for path in sorted((folder / group).glob("*.yaml")) if group else ():
         yield from _dotted_settings(
             yaml_value(path.read_text(encoding="utf-8"), path) or {}, f"{group}."
         )

@@ -87,7 +87,7 @@ def _read(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 KEY_DIGITS = 16
 HASH = re.compile(rf"(?:^|-)([0-9a-f]{{{KEY_DIGITS}}})$")  # at the end of a folder's name
-LABEL_CHARACTERS = 100  # before it, so that names stay within the 255 bytes of file systems
+LABEL_CHARACTERS = 60  # before it: names of two points in one stay within the 255 bytes of a name
 UNSAFE = re.compile(r"[^A-Za-z0-9._@-]+")
 CODE = tuple(name for name in PACKAGES if name not in ("analysis", "conf"))
 # Modules of analysis that make metrics.json; the choices of conf are in the configuration.

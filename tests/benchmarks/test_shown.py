@@ -70,7 +70,7 @@ SHOWN = {
         f"{LOOK}::test_the_capacity_is_a_line_only_where_it_leaves_room_for_the_data"
     ),
     "a headline on every page": f"{LOOK}::test_each_page_begins_with_what_it_says",
-    # fidelity of anybody's workload
+    # fidelity of a workload
     "three models and policies at 50 and 80 % load": FIDELITY,
     "throughput 2 %, TPOT and E2E 5 %, peak KV 3 %": FIDELITY,
     "every rerun is told": (

@@ -12,6 +12,7 @@ from tandem.cli.errors import Usage
 from tandem.config.compose import composed
 
 ROOT = Path(__file__).resolve().parents[2]
+KEEPS_ROOM = str(ROOT / "examples/keeps_room/conf")
 SMALL = ["model=micro_llama", "limit=4", "arrival=all_at_once"]
 
 
@@ -106,6 +107,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["run", "scheduling._target_=policies.scheduling.chunked_prefill.Chunked"],
             "mean ChunkedPrefill",
+        ),
+        (
+            ["run", "--config-dir", KEEPS_ROOM, "memory=keeps_room", "memory.shar=0.3"],
+            "did you mean memory.share or",
+        ),
+        (
+            ["run", "--config-dir", str(Path(KEEPS_ROOM).parent), "memory=keeps_room"],
+            f"has no folder memory; did you mean --config-dir {KEEPS_ROOM}?",
         ),
         (["run", "+scheduling.budget=5"], "no such setting"),
         (["run", "+depht=5"], "depht: no such setting; did you mean depth?"),

@@ -102,6 +102,7 @@ def test_rate_and_variation_are_those_asked_for(process: Arrivals, cv: float) ->
         lambda: RecordedArrivals(times_s=(0.0, 1.0)).times_ns(3),
         lambda: RecordedArrivals(times_s=(0.0, 1.0, 2.0), rate=9.0, mode="thin").times_ns(1),
         lambda: RecordedArrivals(path="/no/such/file.csv").times_ns(1),
+        lambda: RecordedArrivals(times_s=(1.0, 1.0, 1.0), rate=4.0).times_ns(3),
     ],
 )
 def test_mistakes_are_one_line(wrong: Callable[[], object]) -> None:

@@ -160,9 +160,18 @@ def _thinned(times: TimesNs, rate: float, seed: int) -> TimesNs:
 
 
 def stretched(times: TimesNs, rate: float) -> TimesNs:
-    """Times from 0, scaled so that their n - 1 gaps have mean 1/rate; times all at 0 stay."""
-    if len(times) < 2 or times[-1] == 0:
+    """Times from 0, scaled so that their n - 1 gaps have mean 1/rate.
+
+    Raises:
+        ValueError: all times are 0, so that there is no gap to scale.
+    """
+    if len(times) < 2:
         return times
+    if times[-1] == 0:
+        raise ValueError(
+            f"rate={rate}: all {len(times)} arrivals are at one time, so there is no rate to "
+            "stretch; draw times instead: arrival.rate=... without trace.rate"
+        )
     span_ns = (len(times) - 1) / rate * NS_PER_S
     return _rounded(times * (span_ns / float(times[-1])))
 
