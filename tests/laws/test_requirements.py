@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
+import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tandem.wiring.folder import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[2]
+COMES_WITH = {  # modules of what the libraries themselves ask for
+    "omegaconf": "hydra-core",
+    "tokenizers": "transformers",
+    "triton": "torch",
+    "yaml": "hydra-core",
+}
 
 
 def asked() -> list[Requirement]:
@@ -67,3 +77,32 @@ def test_no_transformers_is_allowed_that_was_never_tested() -> None:
     (wanted,) = (w for w in asked() if w.name == "transformers")
     assert not any(wanted.specifier.contains(old) for old in ("4.57.0", "5.0.0", "5.16.0"))
     assert wanted.specifier.contains("5.17.0") and not wanted.specifier.contains("6.0.0")
+
+
+def test_what_is_imported_is_asked_for() -> None:
+    """The wheel is tested beside our own libraries, where all of them are there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    known = {canonicalize_name(Requirement(line).name) for line in extras}
+    known |= {canonicalize_name(wanted.name) for wanted in asked()}
+    homes = packages_distributions()
+    lacking = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for name in imported(path)
+        if name not in sys.stdlib_module_names and name not in PACKAGES
+        if not known & {*map(canonicalize_name, [COMES_WITH.get(name, name), *homes.get(name, [])])}
+    }
+    assert not lacking
+
+
+def imported(path: Path) -> set[str]:
+    """The top names of all modules that a file imports, wherever it does."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
