@@ -26,7 +26,9 @@ UNITS = (  # by the end of a key
     ("_bytes_per_s", "B/s"),
     ("_bytes", "B"),
     ("_flops_per_s", "FLOP/s"),
+    ("_per_s", "per s"),
     ("_ns", "ns"),
+    ("_ms", "ms"),
     ("_s", "s"),
     ("_tokens", "tokens"),
     ("_pages", "pages"),
@@ -44,7 +46,7 @@ HEADLINES = {  # what is told of a point: the metric, its heading, and what it i
     "swaps": ("swaps", "preemptions whose KV is copied to the host and back"),
     "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
     "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
-    "peak_gpu0_used_bytes": ("peak", "most bytes that the first device held"),
+    "peak_gpu0_used_bytes": ("peak used", "most bytes that the first device held"),
 }
 RESOURCES = re.compile(r"replicas|budget\.|device\.(memory|.*_per_s)")  # keys of which more helps
 BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
@@ -88,8 +90,7 @@ class SweptAxis:
 
 def axis_of(key: str, largest: float) -> SweptAxis:
     """The setting with a unit that suits its largest value."""
-    by_end = next((unit for end, unit in UNITS if key.endswith(end)), "")
-    name, unit = NAMES.get(key, (key, by_end))
+    name, unit = NAMES.get(key, (key, _unit_by_end(key)))
     size, prefix = 1.0, unit
     if unit == "B":
         size, prefix = next((step for step in BINARY if largest >= step[0]), (1.0, "bytes"))
@@ -97,6 +98,13 @@ def axis_of(key: str, largest: float) -> SweptAxis:
         size, head = next((step for step in DECIMAL if largest >= step[0]), (1.0, ""))
         prefix = f"{head}{unit}"
     return SweptAxis(key, name, prefix, size)
+
+
+def _unit_by_end(key: str) -> str:
+    """The unit that the end of a key tells; none of rates per anything but a second."""
+    if "_per_" in key and not key.endswith("_per_s"):
+        return ""
+    return next((unit for end, unit in UNITS if key.endswith(end)), "")
 
 
 def key_of(override: str) -> str:

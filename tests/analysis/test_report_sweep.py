@@ -86,6 +86,9 @@ def test_the_rates_of_a_recording_are_rates_too(tmp_path: Path) -> None:
         ("device.to_device_bytes_per_s", (1e9, 2e9, 4e9), "link to the device, GB/s"),
         ("scheduling.token_budget", (64, 128, 256), "scheduling.token_budget"),
         ("memory.max_tokens", (64, 128, 256), "memory.max_tokens, tokens"),
+        ("scheduling.tokens_per_s", (50, 100, 200), "scheduling.tokens_per_s, per s"),
+        ("scheduling.tokens_per_ms", (50, 100, 200), "scheduling.tokens_per_ms"),
+        ("scheduling.wait_ms", (5, 10, 20), "scheduling.wait_ms, ms"),
     ],
 )
 def test_the_numeric_setting_that_varies_is_the_x_axis(

@@ -172,7 +172,7 @@ def test_steps_of_training_have_columns_of_their_own() -> None:
         PointTold({"depth": "3"}, "ok", trained),
     ]
     head, one, two, more = points_table(points, most_rows=2).splitlines()
-    assert head.split() == ["depth", "train", "tok/s", "train", "step", "steps/s", "peak"]
+    assert head.split() == ["depth", "train", "tok/s", "train", "step", "steps/s", "peak", "used"]
     assert one.split() == ["1", "800", "250.00", "ms", "4", "2.00", "GiB"]
     assert two.split() == ["2", "does_not_fit"] and more == "... and 1 more: see the report"
 
@@ -189,6 +189,27 @@ def test_a_failing_point_is_recorded_and_other_points_go_on(
     )
     found = {words[-1]: status_of(folder) for words, folder in folders("out").items()}
     assert found == {"depth=1": "ok", "depth=0": "rejected", "depth=2": "ok"}
+
+
+def test_a_sweep_without_a_finished_point_offers_no_report(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sweep("out", "depth=0,-1", "--engine", "serial") == 1
+    told = capsys.readouterr().out
+    assert "0 of 2 points finished" in told and "report" not in told
+
+
+def test_points_that_run_again_have_their_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.sweeps import point
+
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    assert "changed" not in capsys.readouterr().err
+    monkeypatch.setattr(point, "code_version", lambda: "other code")
+    assert sweep("out", "seed=0,1,2", "--engine", "serial") == 0
+    assert "code, trace or yaml changed since 2 of them ran" in capsys.readouterr().err
 
 
 def test_going_on_repeats_nothing_that_is_finished() -> None:
