@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+
+from analysis.metric_names import BEST, ties
 
 REPLICATES = ("seed",)  # keys that repeat a point rather than make another
 RATES = ("arrival.rate", "trace.rate")  # of synthetic arrivals; of a stretched recording
@@ -47,6 +50,19 @@ HEADLINES = {  # what is told of a point: the metric, its heading, and what it i
     "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
     "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
     "peak_gpu0_used_bytes": ("peak used", "most bytes that the first device held"),
+}
+METRICS = {  # a metric in words, and the unit of its axis
+    "goodput": ("goodput", "requests/s"),
+    "request_throughput": ("throughput", "requests/s"),
+    "output_throughput": ("output", "tokens/s"),
+    "slo_attainment": ("requests within the SLO", "%"),
+    "p50_ttft_s": ("p50 TTFT", "s"),
+    "p99_ttft_s": ("p99 TTFT", "s"),
+    "p99_tpot_s": ("p99 TPOT", "s"),
+    "p99_e2e_s": ("p99 E2E", "s"),
+    "train_tokens_per_s": ("trained", "tokens/s"),
+    "mean_train_step_s": ("mean training step", "s"),
+    "peak_gpu0_used_bytes": ("peak device memory", "GiB"),
 }
 RESOURCES = re.compile(r"replicas|budget\.|device\.(memory|.*_per_s)")  # keys of which more helps
 BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
@@ -117,6 +133,35 @@ def varied(points: Iterable[Sequence[str]]) -> list[str]:
     words = [list(own) for own in points]
     common = set.intersection(*map(set, words)) if words else set()
     return list(dict.fromkeys(key_of(text) for own in words for text in own if text not in common))
+
+
+@dataclass(frozen=True)
+class BestPoint:
+    """The best mean of a metric over replicates, and its point with the number of those equal."""
+
+    metric: str
+    value: float
+    point: str
+
+
+def best_points(runs: Iterable[tuple[str, Mapping[str, object]]]) -> list[BestPoint]:
+    """The best point of each metric that ranks points.
+
+    Args:
+        runs: the name of a run's point, equal for its replicates, and its metrics.
+    """
+    known = list(runs)
+    rows = []
+    for metric, is_more_better in BEST.items():
+        values: dict[str, list[float]] = {}
+        for point, metrics in known:
+            if (value := number(metrics.get(metric))) is not None:
+                values.setdefault(point, []).append(value)
+        if means := {point: fmean(own) for point, own in values.items()}:
+            point = (max if is_more_better else min)(means, key=lambda name: means[name])
+            best = means[point]
+            rows.append(BestPoint(metric, best, point + ties(means.values(), best)))
+    return rows
 
 
 def along_x(values: Mapping[str, Sequence[float]]) -> str | None:

@@ -86,6 +86,7 @@ RC: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 8,
+    "axes.formatter.useoffset": False,  # 3474.2, not 0.2 with +3.474e3 at the end of the axis
     "svg.hashsalt": "tandem",  # equal figures are equal files
 }
 

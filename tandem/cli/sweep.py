@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from analysis.swept import key_of, varied
+from analysis.swept import REPLICATES, key_of, varied
 from analysis.yaml_text import yaml_value
 from tandem.cli.catalog import with_axes
 from tandem.cli.errors import Usage
@@ -174,7 +174,12 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
     if table := points_table(points_told(tasks, states, metrics)):
         print(f"{table}\n")
-    print(best({" ".join(_apart(task, common)): metrics[task.key] for task in finished}))
+    keys = varied(task.point.overrides for task in tasks)
+    is_repeated = any(key in REPLICATES for key in keys)
+    runs = [
+        (" ".join(_but_replicates(_apart(task, common))), metrics[task.key]) for task in finished
+    ]
+    print(best(runs, ", means over seeds" if is_repeated else ""))
     print(*_largest_model_lines(tasks, states, common), sep="", end="")
     where = os.path.relpath(root)
     told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
@@ -186,6 +191,8 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
         print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
     if finished:
         print(f"report:   tandem report {where}")
+    if is_repeated and len({name for name, _ in runs}) > 1:
+        print(f"compare:  tandem compare {where}")
     return num_failed + num_rejected + len(lost)
 
 
@@ -207,6 +214,10 @@ def points_told(
 def _apart(task: PointTask, common: set[str]) -> Overrides:
     """The overrides that tell a point from other points."""
     return tuple(word for word in task.point.overrides if word not in common)
+
+
+def _but_replicates(words: Overrides) -> Overrides:
+    return tuple(word for word in words if key_of(word) not in REPLICATES)
 
 
 def _largest_model_lines(
