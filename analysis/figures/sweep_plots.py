@@ -39,8 +39,8 @@ TEXTS = {
     ),
     "frontier": (
         "Latency for throughput",
-        "One point per series and value of {x}, means over seeds. Ringed: no other point has more "
-        "throughput and less latency.",
+        "Each point is a mean over seeds. Ringed: no other point has more throughput and less "
+        "latency.",
     ),
     "heatmap": ("Series by {x}", "Means over seeds; empty: no finished run there."),
 }
