@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+
+from analysis.metric_names import BEST, ties
 
 REPLICATES = ("seed",)  # keys that repeat a point rather than make another
 RATES = ("arrival.rate", "trace.rate")  # of synthetic arrivals; of a stretched recording
@@ -26,7 +29,9 @@ UNITS = (  # by the end of a key
     ("_bytes_per_s", "B/s"),
     ("_bytes", "B"),
     ("_flops_per_s", "FLOP/s"),
+    ("_per_s", "per s"),
     ("_ns", "ns"),
+    ("_ms", "ms"),
     ("_s", "s"),
     ("_tokens", "tokens"),
     ("_pages", "pages"),
@@ -44,7 +49,20 @@ HEADLINES = {  # what is told of a point: the metric, its heading, and what it i
     "swaps": ("swaps", "preemptions whose KV is copied to the host and back"),
     "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
     "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
-    "peak_gpu0_used_bytes": ("peak", "most bytes that the first device held"),
+    "peak_gpu0_used_bytes": ("peak used", "most bytes that the first device held"),
+}
+METRICS = {  # a metric in words, and the unit of its axis
+    "goodput": ("goodput", "requests/s"),
+    "request_throughput": ("throughput", "requests/s"),
+    "output_throughput": ("output", "tokens/s"),
+    "slo_attainment": ("requests within the SLO", "%"),
+    "p50_ttft_s": ("p50 TTFT", "s"),
+    "p99_ttft_s": ("p99 TTFT", "s"),
+    "p99_tpot_s": ("p99 TPOT", "s"),
+    "p99_e2e_s": ("p99 E2E", "s"),
+    "train_tokens_per_s": ("trained", "tokens/s"),
+    "mean_train_step_s": ("mean training step", "s"),
+    "peak_gpu0_used_bytes": ("peak device memory", "GiB"),
 }
 RESOURCES = re.compile(r"replicas|budget\.|device\.(memory|.*_per_s)")  # keys of which more helps
 BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
@@ -88,8 +106,7 @@ class SweptAxis:
 
 def axis_of(key: str, largest: float) -> SweptAxis:
     """The setting with a unit that suits its largest value."""
-    by_end = next((unit for end, unit in UNITS if key.endswith(end)), "")
-    name, unit = NAMES.get(key, (key, by_end))
+    name, unit = NAMES.get(key, (key, _unit_by_end(key)))
     size, prefix = 1.0, unit
     if unit == "B":
         size, prefix = next((step for step in BINARY if largest >= step[0]), (1.0, "bytes"))
@@ -97,6 +114,13 @@ def axis_of(key: str, largest: float) -> SweptAxis:
         size, head = next((step for step in DECIMAL if largest >= step[0]), (1.0, ""))
         prefix = f"{head}{unit}"
     return SweptAxis(key, name, prefix, size)
+
+
+def _unit_by_end(key: str) -> str:
+    """The unit that the end of a key tells; none of rates per anything but a second."""
+    if "_per_" in key and not key.endswith("_per_s"):
+        return ""
+    return next((unit for end, unit in UNITS if key.endswith(end)), "")
 
 
 def key_of(override: str) -> str:
@@ -109,6 +133,35 @@ def varied(points: Iterable[Sequence[str]]) -> list[str]:
     words = [list(own) for own in points]
     common = set.intersection(*map(set, words)) if words else set()
     return list(dict.fromkeys(key_of(text) for own in words for text in own if text not in common))
+
+
+@dataclass(frozen=True)
+class BestPoint:
+    """The best mean of a metric over replicates, and its point with the number of those equal."""
+
+    metric: str
+    value: float
+    point: str
+
+
+def best_points(runs: Iterable[tuple[str, Mapping[str, object]]]) -> list[BestPoint]:
+    """The best point of each metric that ranks points.
+
+    Args:
+        runs: the name of a run's point, equal for its replicates, and its metrics.
+    """
+    known = list(runs)
+    rows = []
+    for metric, is_more_better in BEST.items():
+        values: dict[str, list[float]] = {}
+        for point, metrics in known:
+            if (value := number(metrics.get(metric))) is not None:
+                values.setdefault(point, []).append(value)
+        if means := {point: fmean(own) for point, own in values.items()}:
+            point = (max if is_more_better else min)(means, key=lambda name: means[name])
+            best = means[point]
+            rows.append(BestPoint(metric, best, point + ties(means.values(), best)))
+    return rows
 
 
 def along_x(values: Mapping[str, Sequence[float]]) -> str | None:

@@ -18,9 +18,9 @@ COLORS = {
     "continuous_reservation": "#7FCDB5",
     "continuous_restart": "#009E73",
     "continuous_swap": "#005C43",
-    "chunked_reservation": "#8FBCE0",
+    "chunked_reservation": "#7E9BF5",
     "chunked_restart": "#0072B2",
-    "chunked_swap": "#00416B",
+    "chunked_swap": "#001A66",
     "sarathi": "#56B4E9",
     "vllm_v0": "#D55E00",
     "vllm_v1": "#7A3600",
@@ -31,8 +31,8 @@ COLORS = {
     # of training: seldom in one figure with the policies above
     "train_on_device": "#4D4D4D",
     "zero_offload": "#E08214",
-    "zero3_offload": "#B35806",
-    "fsdp2_offload": "#FDB863",
+    "zero3_offload": "#A67463",
+    "fsdp2_offload": "#FFD9A8",
     "train_lru": "#8073AC",
     "train_fifo": "#B2ABD2",
     "train_opt": "#542788",
@@ -86,6 +86,7 @@ RC: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 8,
+    "axes.formatter.useoffset": False,  # 3474.2, not 0.2 with +3.474e3 at the end of the axis
     "svg.hashsalt": "tandem",  # equal figures are equal files
 }
 

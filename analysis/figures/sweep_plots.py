@@ -15,20 +15,8 @@ from analysis.figures.plots import MOST_TICKS, WIDE, plain_ticks
 from analysis.figures.run_figures import Shown, panel
 from analysis.figures.style import BLACK, OTHERS, axes, legend, policy_color
 from analysis.figures.sweep_points import axis_in, by_x, frontier
+from analysis.swept import METRICS
 
-NAMES = {
-    "goodput": ("goodput", "requests/s"),
-    "request_throughput": ("throughput", "requests/s"),
-    "output_throughput": ("output", "tokens/s"),
-    "slo_attainment": ("requests within the SLO", "%"),
-    "p50_ttft_s": ("p50 TTFT", "s"),
-    "p99_ttft_s": ("p99 TTFT", "s"),
-    "p99_tpot_s": ("p99 TPOT", "s"),
-    "p99_e2e_s": ("p99 E2E", "s"),
-    "train_tokens_per_s": ("training", "tokens/s"),
-    "mean_train_step_s": ("mean training step", "s"),
-    "peak_gpu0_used_bytes": ("peak device memory", "GiB"),
-}
 SIZES = {"%": 0.01, "GiB": 2.0**30}  # of units that the metrics are not in
 LINES = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (1, 3)))
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
@@ -37,8 +25,7 @@ TEXTS = {
     "goodput": (
         "Goodput over {x}",
         "Requests per second that met every limit of the SLO; where runs have no SLO, finished "
-        "requests. Over the requests per second that arrived, all of them are a black line. Bands: "
-        "smallest to largest over seeds.",
+        "requests. Bands: smallest to largest over seeds.",
     ),
     "attainment": (
         "SLO attainment over {x}",
@@ -52,12 +39,14 @@ TEXTS = {
     ),
     "frontier": (
         "Latency for throughput",
-        "One point per series and value of {x}, means over seeds. Ringed: no other point has more "
-        "throughput and less latency.",
+        "Each point is a mean over seeds. Ringed: no other point has more throughput and less "
+        "latency.",
     ),
     "heatmap": ("Series by {x}", "Means over seeds; empty: no finished run there."),
 }
+ASKED = " Black line: the rate asked for; the trace may arrive somewhat slower or faster."
 TRAINING = ("train_tokens_per_s", "mean_train_step_s", "peak_gpu0_used_bytes")
+LEAST_SPAN = 0.01  # of the largest value of a heatmap: values closer than this have one colour
 Looks = Mapping[str, Mapping[str, Any]]  # colour, marker and line of each series
 
 
@@ -81,6 +70,8 @@ def drawn(points: pd.DataFrame, folder: Path) -> list[Shown]:
     apart = [frontier(points, "output_throughput", m) for m in ("p99_ttft_s", "p99_tpot_s")]
     over = partial(plot_frontier, looks=looks)
     found.append(_shown("frontier", apart, over, (11, 3.6), folder))
+    if axis is None:
+        return found
     maps = [by_x(points, metric) for metric in (useful, "p99_ttft_s")]
     tall = 1.1 + 0.32 * max(1, points["series"].nunique())
     return [*found, _shown("heatmap", maps, plot_heatmap, (11, tall), folder)]
@@ -171,24 +162,25 @@ def plot_frontier(data: pd.DataFrame, ax: Any = None, looks: Looks | None = None
 def plot_heatmap(data: pd.DataFrame, ax: Any = None) -> Any:
     """Series by setting, the value written into each cell."""
     ax = axes(ax)
-    if not len(data):
+    axis = axis_in(data)
+    if axis is None:
         return ax
-    metric, axis = str(data["metric"].iloc[0]), axis_in(data)
+    metric = str(data["metric"].iloc[0])
     size = _size(data["mean"], metric)
-    grid = data.assign(x=data["x"].fillna(0)).pivot(index="series", columns="x", values="mean")
-    grid = grid / size
+    grid = data.dropna(subset=["x"]).pivot(index="series", columns="x", values="mean") / size
     better = "viridis_r" if metric.endswith("_s") else "viridis"
-    image = ax.imshow(grid.to_numpy(float), cmap=better, aspect="auto")
+    low, high = _colour_range(data["mean"] / size)
+    image = ax.imshow(grid.to_numpy(float), cmap=better, aspect="auto", vmin=low, vmax=high)
     for (row, column), value in _cells(grid):
         shade = image.norm(value)
         dark = shade > 0.5 if metric.endswith("_s") else shade <= 0.5
         ink = "white" if dark else "black"
         ax.text(column, row, f"{value:.3g}", ha="center", va="center", color=ink, fontsize=7.5)
-    values = [f"{float(str(x)) / axis.size:.4g}" if axis else "all" for x in grid.columns]
+    values = [f"{float(str(x)) / axis.size:.4g}" for x in grid.columns]
     ax.set_xticks(range(len(values)), values)
     ax.set_yticks(range(len(grid)), grid.index)
     ax.grid(visible=False)
-    ax.set(title=_name(metric, size), xlabel=axis.label if axis else "all runs")
+    ax.set(title=_name(metric, size), xlabel=axis.label)
     if (spec := ax.get_subplotspec()) is not None and not spec.is_first_col():
         ax.tick_params(labelleft=False)
     return ax
@@ -200,6 +192,15 @@ def _legend_beside(ax: Any) -> None:
         legend(ax, loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def _colour_range(values: pd.Series) -> tuple[float, float]:
+    """The ends of the colour scale, far apart where differences are below LEAST_SPAN."""
+    low, high = float(values.min()), float(values.max())
+    largest = max(abs(low), abs(high))
+    if high - low >= LEAST_SPAN * largest:
+        return low, high
+    return low - largest, high + 2 * largest  # all in one of the 256 colours, a third up the scale
+
+
 def _cells(grid: pd.DataFrame) -> list[tuple[tuple[int, int], float]]:
     values = grid.to_numpy(float)
     rows, columns = values.shape
@@ -209,14 +210,14 @@ def _cells(grid: pd.DataFrame) -> list[tuple[tuple[int, int], float]]:
 
 def _size(values: pd.Series, metric: str) -> float:
     """The size of the unit that a metric is drawn in: milliseconds where all are below a second."""
-    unit = NAMES.get(metric, (metric, ""))[1]
+    unit = METRICS.get(metric, (metric, ""))[1]
     if unit == "s":
         return 1e-3 if float(values.max()) < 1 else 1.0
     return SIZES.get(unit, 1.0)
 
 
 def _name(metric: str, size: float) -> str:
-    name, unit = NAMES.get(metric, (metric, ""))
+    name, unit = METRICS.get(metric, (metric, ""))
     unit = "ms" if unit == "s" and size < 1 else unit
     return f"{name}, {unit}" if unit else name
 
@@ -289,4 +290,6 @@ def _shown(
     axis = next((found for part in parts if (found := axis_in(part))), None)
     over = "setting" if axis is None else axis.name
     title, caption = (text.replace("{x}", over) for text in TEXTS[name])
+    if name == "goodput" and axis is not None and axis.is_rate:
+        caption += ASKED
     return panel(name, parts, plot, size, folder, text=(title, caption))

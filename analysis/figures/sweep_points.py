@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pandas as pd
 
 from analysis.swept import RATES, REPLICATES, SweptAxis, along_x, axis_of, key_of, number, varied
 
+HALVES = ("scheduling", "memory")  # whose classes name a policy that has no name
 KEYS = ["policy", "series", "setting", "x"]
 
 
@@ -16,7 +18,8 @@ def points_of(runs: pd.DataFrame) -> pd.DataFrame:
 
     `setting` is the key of the numeric setting that varies (that with most values, if several do),
     "" without any; `x` is its value, NaN where a run has none. A series is the policy with all
-    other overrides that vary, but replicates.
+    other overrides that vary, but replicates. The choice of a half of the policy stands in the
+    place of its class.
     """
     done = runs[runs["status"].eq("ok")].copy()
     overrides = [list(json.loads(text)) for text in done["overrides"]]
@@ -26,12 +29,21 @@ def points_of(runs: pd.DataFrame) -> pd.DataFrame:
     apart = {*keys} - {"policy", *REPLICATES, *RATES, setting}
     apart |= {key for key in RATES if key != setting and numbers[key].nunique() > 1}
     done["series"] = [
-        " ".join([policy, *(text.lstrip("+~") for text in own if key_of(text) in apart)])
+        _series(policy, [text for text in own if key_of(text) in apart])
         for policy, own in zip(done["policy"], overrides, strict=True)
     ]
     done["setting"] = setting or ""
     done["x"] = numbers[setting] if setting else float("nan")
     return done.sort_values(["series", "x"], kind="stable")
+
+
+def _series(policy: str, apart: Sequence[str]) -> str:
+    """`ChunkedPrefill+paged_swap depth=2` of `ChunkedPrefill+PagedSwap`: see `points_of`."""
+    halves = policy.split("+")
+    chosen = {key_of(text): text.partition("=")[2] for text in apart}
+    if len(halves) == len(HALVES):
+        policy = "+".join(chosen.pop(key, half) for key, half in zip(HALVES, halves, strict=True))
+    return " ".join([policy, *(text.lstrip("+~") for text in apart if key_of(text) in chosen)])
 
 
 def axis_in(points: pd.DataFrame) -> SweptAxis | None:

@@ -14,11 +14,11 @@ from analysis.figures.experiments.drawn import training_figures
 from analysis.figures.run_figures import Shown
 from analysis.figures.sweep_plots import SHARES, drawn, drawn_training
 from analysis.figures.sweep_points import axis_in, capacity, points_of
-from analysis.metric_names import BEST, classes_in, ties
+from analysis.metric_names import BEST, classes_in
 from analysis.pages.cells import KEPT, Cell, HtmlTable, kept_cell
 from analysis.pages.report import Facts, write_page, written
 from analysis.pages.tables import CLASS_COLUMNS, NOTE, class_cells
-from analysis.swept import SweptAxis
+from analysis.swept import METRICS, BestPoint, SweptAxis, best_points
 
 SHOWN = (*BEST, "mean_train_step_s", "peak_gpu0_used_bytes")  # columns of the table of points
 MOST = (("goodput", "req/s"), ("request_throughput", "req/s"), ("train_tokens_per_s", "tok/s"))
@@ -77,33 +77,27 @@ def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
     text = f"{len(points)} of {len(runs)} runs finished."
     if "made.commit" in points and (commits := points["made.commit"].nunique()) > 1:
         text += f" They were made by {commits} commits."
-    best = _extreme(points, metric, True)
+    best = _best_points(points).get(metric)
     if best is None:
         return text
-    value, label = best
-    return f"{text} Most {metric.replace('_', ' ')}: {verdicts.amount(value, unit)}, {label}."
+    return f"{text} Most {METRICS[metric][0]}: {verdicts.amount(best.value, unit)}, {best.point}."
 
 
-def _extreme(points: pd.DataFrame, metric: str, is_more_better: bool) -> tuple[float, str] | None:
-    """The best value of a metric and its point; None without any value."""
-    if metric not in points:
-        return None
-    known = points.dropna(subset=[metric]).to_dict("records")
-    rows = {float(row[metric]): row for row in reversed(known)}  # of equal ones the first
-    if not rows:
-        return None
-    value = max(rows) if is_more_better else min(rows)
-    label = _label({str(key): cell for key, cell in rows[value].items()}, axis_in(points))
-    return value, label + ties([float(row[metric]) for row in known], value)
+def _best_points(points: pd.DataFrame) -> dict[str, BestPoint]:
+    """The best mean over seeds of each metric, by metric."""
+    axis = axis_in(points)
+    rows = [{str(key): value for key, value in row.items()} for row in points.to_dict("records")]
+    return {found.metric: found for found in best_points((_label(row, axis), row) for row in rows)}
 
 
 def _best(points: pd.DataFrame) -> HtmlTable:
-    rows = []
-    for metric, is_more_better in BEST.items():
-        if best := _extreme(points, metric, is_more_better):
-            value, label = best
-            rows.append([Cell(metric), _cell(metric, value), Cell(label)])
-    return HtmlTable("Best of each metric", "", ["metric", "value", "point"], rows)
+    rows = [
+        [Cell(METRICS[metric][0]), _cell(metric, found.value), Cell(found.point)]
+        for metric, found in _best_points(points).items()
+    ]
+    is_repeated = points.duplicated(["series", "x"]).any()
+    note = "Means over seeds." if is_repeated else ""
+    return HtmlTable("Best of each metric", note, ["metric", "value", "point"], rows)
 
 
 def _capacity(points: pd.DataFrame) -> HtmlTable:
@@ -142,7 +136,7 @@ def _points(points: pd.DataFrame) -> HtmlTable:
         cells.append(Cell(str(row.get("config.seed", "-"))))
         rows.append([*cells, *(_cell(metric, row[metric]) for metric in shown)])
     where = [axis.name] if axis else []
-    columns = ["series", *where, "seed", *(name.replace("_", " ") for name in shown)]
+    columns = ["series", *where, "seed", *(METRICS[name][0] for name in shown)]
     note = "A click on a heading sorts. points.csv has the folder of each run, and every column."
     return HtmlTable("All points", note, columns, rows)
 

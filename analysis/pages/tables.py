@@ -27,7 +27,10 @@ from analysis.run import Run
 from analysis.usage import memory_use
 
 CLASS_LATENCIES = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"))
-CLASS_COLUMNS = ("class", "requests", *KEPT, *(f"{stat} {name}" for name, stat in CLASS_LATENCIES))
+CLASS_COLUMNS = (
+    *("class", "requests", "within the SLO", "goodput"),
+    *(f"{stat} {name.upper()}" for name, stat in CLASS_LATENCIES),
+)
 NOTE = "Each by the limits of its class; the share is of all its requests."
 
 

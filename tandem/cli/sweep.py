@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from analysis.swept import key_of, varied
+from analysis.swept import REPLICATES, key_of, varied
 from analysis.yaml_text import yaml_value
 from tandem.cli.catalog import with_axes
 from tandem.cli.errors import Usage
@@ -35,6 +35,7 @@ from tandem.sweeps.point import (
     add_points,
     check_points,
     metrics_of,
+    superseded_in,
     tasks_of,
 )
 from tandem.wiring.folder import (
@@ -56,6 +57,7 @@ An interrupted sweep goes on with its command and --out DIR. It may grow there; 
 refused. Failed points are tried again, points that do not fit are not. Points whose settings, trace
 or code have changed are run again."""
 WALL_CLOCK = ("cpu", "cuda", "openai")
+CHANGED = "code, trace or yaml changed since {} of them ran"
 LOCK = ".lock"  # in the folder of a sweep, held while it runs
 
 
@@ -75,6 +77,8 @@ def main(words: Sequence[str]) -> int:
         add_points(root, points)
         left = [task for task in tasks if status_of(task.folder) not in ANSWERED]
         _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
+        if num_changed := _num_changed(left, root):
+            print(CHANGED.format(num_changed), flush=True, file=sys.stderr)
         try:
             carry_out(left, jobs, chosen.engine, options)
         finally:
@@ -142,6 +146,16 @@ def _say_start(grid: Grid, total: int, left: int, jobs: int, engine: str, root: 
     )
 
 
+def _num_changed(left: Sequence[PointTask], root: Path) -> int:
+    """How many of these have a result in the folder whose settings are equal, but not its key."""
+    earlier = {
+        tuple(sorted(words))
+        for key, words in superseded_in(root).items()
+        if status_of(root / key) in ANSWERED
+    }
+    return sum(tuple(sorted(task.point.overrides)) in earlier for task in left)
+
+
 def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> int:
     """Collects and tells the results, also after Ctrl-C.
 
@@ -160,7 +174,12 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
     if table := points_table(points_told(tasks, states, metrics)):
         print(f"{table}\n")
-    print(best({" ".join(_apart(task, common)): metrics[task.key] for task in finished}))
+    keys = varied(task.point.overrides for task in tasks)
+    is_repeated = any(key in REPLICATES for key in keys)
+    runs = [
+        (" ".join(_but_replicates(_apart(task, common))), metrics[task.key]) for task in finished
+    ]
+    print(best(runs, ", means over seeds" if is_repeated else ""))
     print(*_largest_model_lines(tasks, states, common), sep="", end="")
     where = os.path.relpath(root)
     told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
@@ -170,7 +189,10 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
     print(f"{told}: {where}")
     if len(finished) + num_unfit < len(tasks):
         print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
-    print(f"report:   tandem report {where}")
+    if finished:
+        print(f"report:   tandem report {where}")
+    if is_repeated and len({name for name, _ in runs}) > 1:
+        print(f"compare:  tandem compare {where}")
     return num_failed + num_rejected + len(lost)
 
 
@@ -192,6 +214,10 @@ def points_told(
 def _apart(task: PointTask, common: set[str]) -> Overrides:
     """The overrides that tell a point from other points."""
     return tuple(word for word in task.point.overrides if word not in common)
+
+
+def _but_replicates(words: Overrides) -> Overrides:
+    return tuple(word for word in words if key_of(word) not in REPLICATES)
 
 
 def _largest_model_lines(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from analysis.metric_names import (
-    BEST,
     OF,
     PARTS,
     PENDING,
@@ -21,9 +20,8 @@ from analysis.metric_names import (
     classes_in,
     percents,
     shares_in,
-    ties,
 )
-from analysis.swept import HEADLINES, number
+from analysis.swept import HEADLINES, METRICS, best_points, number
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
 from tandem.wiring.folder import OK, provenance_in
@@ -197,20 +195,18 @@ def brief(metrics: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def best(points: Mapping[str, Mapping[str, Any]]) -> str:
-    """The best point per metric, of points by name, and how many points tie with it; empty where no
-    point has metrics."""
+def best(runs: Iterable[tuple[str, Mapping[str, Any]]], over: str = "") -> str:
+    """The best point per metric, of runs as `best_points` takes them; empty where none has metrics.
+
+    `over` ends the heading: what values are means over.
+    """
     lines = []
-    for metric, is_more_better in BEST.items():
-        found = {name: m[metric] for name, m in points.items() if metric in m}
-        if found:
-            name = (max if is_more_better else min)(found, key=lambda key: found[key])
-            value = found[name]
-            name += ties(found.values(), value)
-            is_time = metric.endswith("_s") and not metric.endswith("_per_s")
-            shown = shown_seconds(value) if is_time else f"{value:.4g}"
-            lines.append(f"{metric:20}{shown:>12}  {name}")
-    return "\n".join(["best of each metric:", *lines] if lines else [])
+    for row in best_points(runs):
+        name, unit = METRICS[row.metric]
+        value = shown_seconds(row.value) if unit == "s" else f"{row.value:.4g} {unit}"
+        value = f"{row.value:.1%}" if unit == "%" else value
+        lines.append(f"{name:24}{value:>18}  {row.point}".rstrip())
+    return "\n".join([f"best of each metric{over}:", *lines] if lines else [])
 
 
 MOST_ROWS = 60

@@ -172,7 +172,7 @@ def test_steps_of_training_have_columns_of_their_own() -> None:
         PointTold({"depth": "3"}, "ok", trained),
     ]
     head, one, two, more = points_table(points, most_rows=2).splitlines()
-    assert head.split() == ["depth", "train", "tok/s", "train", "step", "steps/s", "peak"]
+    assert head.split() == ["depth", "train", "tok/s", "train", "step", "steps/s", "peak", "used"]
     assert one.split() == ["1", "800", "250.00", "ms", "4", "2.00", "GiB"]
     assert two.split() == ["2", "does_not_fit"] and more == "... and 1 more: see the report"
 
@@ -189,6 +189,27 @@ def test_a_failing_point_is_recorded_and_other_points_go_on(
     )
     found = {words[-1]: status_of(folder) for words, folder in folders("out").items()}
     assert found == {"depth=1": "ok", "depth=0": "rejected", "depth=2": "ok"}
+
+
+def test_a_sweep_without_a_finished_point_offers_no_report(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sweep("out", "depth=0,-1", "--engine", "serial") == 1
+    told = capsys.readouterr().out
+    assert "0 of 2 points finished" in told and "report" not in told
+
+
+def test_points_that_run_again_have_their_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.sweeps import point
+
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    assert "changed" not in capsys.readouterr().err
+    monkeypatch.setattr(point, "code_version", lambda: "other code")
+    assert sweep("out", "seed=0,1,2", "--engine", "serial") == 0
+    assert "code, trace or yaml changed since 2 of them ran" in capsys.readouterr().err
 
 
 def test_going_on_repeats_nothing_that_is_finished() -> None:
@@ -394,9 +415,33 @@ def test_a_part_of_a_sweep_may_be_run_again() -> None:
 
 
 def test_the_best_point_is_told_with_those_that_tie() -> None:
-    points = {"seed=0": {"goodput": 2.0}, "seed=1": {"goodput": 3.0}, "seed=2": {"goodput": 3.0}}
-    assert best(points).splitlines()[1].endswith("3  seed=1 (and 1 more)")
-    assert best({name: points[name] for name in ("seed=0", "seed=1")}).endswith("3  seed=1")
+    runs = [("depth=1", {"goodput": 2.0}), *((f"depth={n}", {"goodput": 3.0}) for n in (2, 3))]
+    assert best(runs).splitlines()[1].endswith("3 requests/s  depth=2 (and 1 more)")
+    assert best(runs[:2]).endswith("3 requests/s  depth=2")
+
+
+def test_the_best_point_is_that_with_the_best_mean_over_seeds() -> None:
+    """The luckiest seed is of depth=1: 9, but its mean is 5."""
+    values = {"depth=1": (1.0, 9.0), "depth=2": (6.0, 7.0)}
+    runs = [(name, {"p99_ttft_s": v, "goodput": v}) for name, own in values.items() for v in own]
+    first, goodput, ttft = best(runs, ", means over seeds").splitlines()
+    assert first == "best of each metric, means over seeds:"
+    assert goodput.split() == ["goodput", "6.5", "requests/s", "depth=2"]
+    assert ttft.split() == ["p99", "TTFT", "5.000", "s", "depth=1"]
+
+
+def test_a_sweep_over_seeds_and_settings_offers_a_comparison(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sweep("out", "seed=0,1", "depth=1,2", "--engine", "serial") == 0
+    told = capsys.readouterr().out
+    assert "best of each metric, means over seeds:" in told
+    assert "\ncompare:  tandem compare out\n" in told
+    rows = told.split("over seeds:\n")[1]
+    assert "seed=" not in rows and "depth=" in rows
+    assert sweep("out2", "depth=1,2", "--engine", "serial") == 0
+    told = capsys.readouterr().out
+    assert "compare:" not in told and "best of each metric:" in told
 
 
 def test_a_finished_run_is_never_cleared(tmp_path: Path) -> None:
