@@ -59,7 +59,7 @@ SHOWN = {
     "lines of the SLO carry their value": (
         f"{SWEEP}::test_a_line_of_the_objective_carries_its_value"
     ),
-    "no table is cut off": f"{SWEEP}::test_no_table_of_the_page_is_wider_than_the_page",
+    "no table is cut off": f"{SWEEP}::test_nothing_of_the_page_is_cut",
     # look
     "milliseconds where seconds read as 0.002": (
         f"{LOOK}::test_numbers_that_are_read_together_have_one_unit"
