@@ -28,6 +28,7 @@ class HtmlTable:
     note: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    is_unbroken: bool = False  # cells keep to one line, however narrow the page
 
 
 def amount_cells(values: Sequence[Any], unit: str) -> list[Cell]:
