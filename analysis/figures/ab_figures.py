@@ -70,7 +70,7 @@ def drawn(groups: Sequence[RunGroup], whole: Mapping[str, Run], folder: Path) ->
         return shown[0], f"{key}. {shown[1]}"
 
     def draw(data: pd.DataFrame, ax: Any) -> None:
-        _plot(data, ax, names)
+        plot(data, ax, names)
 
     if not any(run.rows("requests") for group in groups for run in group.runs.values()):
         return []
@@ -183,7 +183,8 @@ def _memory(run: Run) -> pd.DataFrame:
     return _frame(edges, total)
 
 
-def _plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
+def plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
+    """Draws the curves of one figure under the letters of their groups; no rows: the legend."""
     from matplotlib.ticker import MaxNLocator
 
     if data.empty:  # the place of the legend
