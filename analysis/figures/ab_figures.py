@@ -212,7 +212,7 @@ def plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
         ax.set(title=title, xlabel="time, s", ylabel=ylabel)
         ax.set_ylim(bottom=0)
         if figure in COUNTS:
-            ax.yaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
+            ax.yaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10), integer=True))
             ax.set_ylim(0, max(1.0, ax.get_ylim()[1]) if data["y"].any() else 1)
         elif not data["y"].any():
             ax.set_ylim(0, 1)
