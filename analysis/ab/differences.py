@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from analysis.ab.groups import Key, RunGroup, grouped, pairs
+from analysis.ab.groups import Key, RunGroup, grouped, letter, pairs
 from analysis.ab.intervals import Interval, Statistic, over_blocks, over_groups, over_pairs
 from analysis.classes import limits_in, met
 from analysis.metrics import goodput, latencies, throughput
@@ -85,6 +85,7 @@ class Against:
     seeds     pairs of runs of one seed; 0: the groups have no seed in common
     load      the largest of all runs, see `load`
     left_out  requests that one run of a pair finished and the other did not
+    letter    of the group that is not the baseline, in words and figures
     """
 
     a: RunGroup
@@ -95,6 +96,7 @@ class Against:
     seeds: int
     load: float
     left_out: int
+    letter: str = "B"
 
     @property
     def is_one_pair(self) -> bool:
@@ -120,10 +122,10 @@ def against_baseline(runs: Sequence[RunFacts]) -> list[Against]:
     first, *others = grouped(runs)
     if not others:
         raise ValueError(f"all {len(runs)} runs have the setting {first.name}: nothing differs")
-    return [against(first, other) for other in others]
+    return [against(first, other, letter(i)) for i, other in enumerate(others, start=1)]
 
 
-def against(a: RunGroup, b: RunGroup) -> Against:
+def against(a: RunGroup, b: RunGroup, own: str = "B") -> Against:
     """Two groups: paired by seed where they share any, else as independent runs."""
     keys = pairs(a, b)
     one, two = _kept(a, keys, b), _kept(b, keys, a)
@@ -139,7 +141,8 @@ def against(a: RunGroup, b: RunGroup) -> Against:
     else:
         rows = _of_seeds(one, two, keys, parts, found)
     loads = [load(run) for run in (*one.runs.values(), *two.runs.values())]
-    return Against(one, two, rows, requests, winners(requests), len(keys), max(loads), left_out)
+    classes = winners(requests)
+    return Against(one, two, rows, requests, classes, len(keys), max(loads), left_out, own)
 
 
 def _kept(own: RunGroup, keys: Sequence[Key], other: RunGroup) -> RunGroup:

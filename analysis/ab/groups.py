@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from shlex import quote
 from typing import Any
 
 from analysis.columns import Block
@@ -15,6 +17,7 @@ DECIDES = (*OF_A_POLICY, "router", "replicas")
 IGNORED = ("cache", "record", "trusted", "hydra")  # what a run reports or reads, not what it does
 OF_THE_WORK = ("trace", "arrival", "training", "limit")
 CLASS = "_target_"
+CHOICES = (CLASS, "name")  # settings that tell which option of a section a run has
 Settings = dict[str, Any]
 Key = tuple[str, int]  # the seed, and which run of that seed it is
 
@@ -25,6 +28,11 @@ class RunGroup:
 
     name: str
     runs: Mapping[Key, RunFacts]
+
+
+def letter(number: int) -> str:
+    """The letter of a group by its place: A is the baseline; after Z come AA and BB."""
+    return chr(ord("A") + number % 26) * (number // 26 + 1)
 
 
 def flat(config: Any, prefix: str = "") -> Settings:
@@ -139,24 +147,25 @@ def _name(run: RunFacts, keys: Sequence[str], settings: Sequence[Settings]) -> s
     )
     sections = dict.fromkeys(key.partition(".")[0] for key in keys)
     for section in sorted(sections, key=lambda name: name not in OF_A_POLICY):
-        choice = f"{section}.{CLASS}"
-        alike = [s for s in settings if s.get(choice) == own.get(choice)]
+        choice = next((k for c in CHOICES if (k := f"{section}.{c}") in keys), None)
+        alike = [s for s in settings if choice is None or s.get(choice) == own.get(choice)]
         left = set(differing(alike))
-        if choice in keys:
-            parts[_choice(section, own, words)] = None
+        if choice is not None:
+            parts[_choice(choice, own, words)] = None
         for key in keys:
             if key.partition(".")[0] == section and key in left and key in own:
                 parts[f"{key}={own[key]}"] = None
     return " ".join(parts) or run.name
 
 
-def _choice(section: str, own: Settings, words: Mapping[str, str]) -> str:
-    """The choice as the command line named it, else by the class."""
+def _choice(key: str, own: Settings, words: Mapping[str, str]) -> str:
+    """The choice as the command line named it, else by the class or name."""
+    section = key.partition(".")[0]
     if section in words:
         return f"{section}={words[section]}"
     if section in OF_A_POLICY and "policy" in words:
         return f"policy={words['policy']}"
-    return f"{section}={str(own.get(f'{section}.{CLASS}')).rpartition('.')[2]}"
+    return f"{section}={str(own.get(key)).rpartition('.')[2]}"
 
 
 # ---- whether two groups did the same work
@@ -184,10 +193,23 @@ def _check_one_trace(a: RunFacts, b: RunFacts) -> None:
         keys = differing([flat(a.config), flat(b.config)])
         odd = [key for key in keys if key.partition(".")[0] in OF_THE_WORK]
         why = f" ({odd[0]} differs)" if odd else ""
-        raise ValueError(f"{told}{why}: compare runs of one trace, one load and one seed")
+        one = f"; compare one of them: {command}" if (command := _of_one_trace(a, b, odd)) else ""
+        raise ValueError(f"{told}{why}: compare runs of one trace, one load and one seed{one}")
     rows = [_prompts(run.columns("requests", ("request_id", "prompt_tokens"))) for run in (a, b)]
     if rows[0] != rows[1]:
         raise ValueError(f"{told} (their requests differ): compare runs of one trace")
+
+
+def _of_one_trace(a: RunFacts, b: RunFacts, odd: Sequence[str]) -> str:
+    """A shell's command for the runs of a sweep with the work of `a`; empty where names hide it."""
+    words = [str(word).lstrip("+") for word in a.provenance.get("overrides", ())]
+    swept = [word for word in words if word.partition("=")[0] in odd]
+    for key, _, value in (word.partition("=") for word in swept):
+        pattern = f"*{key}@{value}[-+]*"  # what follows a value in a sweep's folder names
+        is_told = fnmatchcase(a.folder.name, pattern) and not fnmatchcase(b.folder.name, pattern)
+        if is_told and len([*a.folder.parent.glob(pattern)]) > 1:
+            return f"tandem compare {quote(str(a.folder.parent))}/{pattern}"
+    return ""
 
 
 def _prompts(rows: Block) -> dict[int, int]:

@@ -76,7 +76,7 @@ def verdict(row: FigureDifference, found: Against) -> str:
     """The verdict with its subject, such as "B better"; at high load that it needs seeds."""
     if row.verdict not in ("better", "worse", "higher", "lower"):
         return row.verdict
-    return f"B {row.verdict}" + (", needs seeds" if found.needs_seeds else "")
+    return f"{found.letter} {row.verdict}" + (", needs seeds" if found.needs_seeds else "")
 
 
 def share(value: float) -> str:
@@ -114,18 +114,24 @@ def notes(found: Against) -> list[str]:
 
 
 def headline(found: Against) -> str:
-    """Which is better, by how much and whether that could be chance."""
+    """Both names, which is better, by how much and whether that could be chance."""
+    return f"A is {found.a.name}, {found.letter} is {found.b.name}. {findings(found)}"
+
+
+def findings(found: Against) -> str:
+    """The headline without names. Percentiles that the mean does not tell of are named, too."""
     rows = [row for m in HEADLINE for row in found.rows if row.metric == m]
+    percentiles = [row for row in rows if is_told_apart(row, found.row(row.metric))]
     rows = [row for row in rows if row.stat in ("mean", "run")]
+    shown = sorted([*rows, *percentiles], key=lambda row: HEADLINE.index(row.metric))
     is_known = {row.metric: row.interval.is_known for row in rows}
-    better = [_part(row) for row in rows if row.verdict == "better"]
-    worse = [_part(row) for row in rows if row.verdict == "worse"]
+    better, worse = ([_part(row) for row in shown if row.verdict == one] for one in _SHOWN)
     same = [_short(row) for row in rows if is_known[row.metric] and row.verdict not in _SHOWN]
-    text = f"A is {found.a.name}, B is {found.b.name}. "
+    text, own = "", found.letter
     if better:
-        text += f"B is better in {_listed(better)}. "
+        text += f"{own} is better in {_listed(better)}. "
     if worse:
-        text += f"B is worse in {_listed(worse)}. "
+        text += f"{own} is worse in {_listed(worse)}. "
     if (better or worse) and not found.needs_seeds:
         text += "Chance alone seldom does that: these 95 % intervals leave out 0. "
     elif better or worse:
@@ -136,8 +142,16 @@ def headline(found: Against) -> str:
         text += ": all figures are equal. " if is_equal else ": what there is may be chance. "
     if not any(is_known.values()):
         parts = [f"{_short(row)} ({share(row.relative)})" for row in rows]
-        text += f"B differs in {_listed(parts)}: without an interval that may be chance. "
-    return " ".join([text.strip(), *notes(found)])
+        text += f"{own} differs in {_listed(parts)}: without an interval that may be chance. "
+    few = [f"{FEW}."] if any(row.has_few for row in percentiles) else []
+    return " ".join([text.strip(), *few, *notes(found)])
+
+
+def is_told_apart(row: FigureDifference, mean: FigureDifference | None) -> bool:
+    """Whether a percentile is shown to be what its mean is not: the opposite, or for p99 at all."""
+    if mean is None or row is mean or row.verdict not in _SHOWN or row.verdict == mean.verdict:
+        return False
+    return row.stat == "p99" or mean.verdict in _SHOWN
 
 
 _SHOWN = ("better", "worse")
@@ -172,9 +186,9 @@ def losers(found: Against) -> str:
             most = "all, most of them " if len(lost) == len(known) > 1 else ""
             parts.setdefault(f"{most}{worst['class']}", []).append(f"in {name} ({size})")
     if not parts:
-        return "No class of requests loses under B."
+        return f"No class of requests loses under {found.letter}."
     told = [f"{name} {_listed(lost)}" for name, lost in parts.items()]
-    return f"Losers under B: {'; '.join(told)}."
+    return f"Losers under {found.letter}: {'; '.join(told)}."
 
 
 def seconds(value: float) -> str:
@@ -186,14 +200,15 @@ def class_lines(found: Against) -> list[str]:
     """The classes of requests, as lines of a table."""
     if found.classes.empty:
         return []
-    lines = [f"{'faster under B':<36}{'requests':>9}"]
-    lines[0] += "".join([f"{name:>8}{'median':>12}" for name in CLASS_LATENCIES.values()])
+    lines = [f"{f'under {found.letter}':<36}{'requests':>9}"]
+    for name in CLASS_LATENCIES.values():
+        lines[0] += f"{f'{name} faster':>13}{'slower':>8}{'median':>12}"
     for row in found.classes.to_dict("records"):
         cells = f"{row['class']:<36}{row['requests']:>9,}"
         for metric in CLASS_LATENCIES:
-            faster = float(row.get(f"{metric}_faster", nan))
+            faster, slower = (float(row.get(f"{metric}_{p}", nan)) for p in ("faster", "slower"))
             median = f"{seconds(row[f'{metric}_median_s']):>12}" if faster == faster else " " * 12
-            cells += f"{part_of(faster):>8}{median}"
+            cells += f"{part_of(faster):>13}{part_of(slower):>8}{median}"
         lines.append(cells)
     return lines
 
@@ -207,9 +222,10 @@ def table(found: Against) -> str:
     """A comparison for a terminal of 120 columns."""
     sides = [
         f"{letter}  {group.name} ({len(group.runs)} run{'s' * (len(group.runs) > 1)})"
-        for letter, group in (("A", found.a), ("B", found.b))
+        for letter, group in (("A", found.a), (found.letter, found.b))
     ]
-    head = f"{'':<16}{'A':>14}{'B':>14}{'B - A':>16}{'%':>11}{'95 % interval':>28}  verdict"
+    own = found.letter
+    head = f"{'':<16}{'A':>14}{own:>14}{f'{own} - A':>16}{'%':>11}{'95 % interval':>28}  verdict"
     lines = [*sides, "", head]
     for row in found.rows:
         cells = [figure(value, row.unit) for value in (row.a, row.b)]

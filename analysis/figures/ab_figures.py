@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.ab.differences import LATENCIES, request_rows
-from analysis.ab.groups import RunGroup
+from analysis.ab.groups import RunGroup, letter
 from analysis.figures.plots import GRID, NAMES, WIDE, plain_ticks
 from analysis.figures.run_figures import Shown, panel
 from analysis.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY
@@ -34,6 +34,7 @@ TIMES = (
     "its duration. Throughput: output tokens as they are delivered. Preemptions: restarts and "
     "swaps so far. Memory: KV in use, the fullest in each bin, summed over devices.",
 )
+COUNTS = ("batch", "preemptions", "present")  # their ticks are whole numbers
 YS = {
     "batch": ("batch size", "jobs"),
     "throughput": ("throughput", "output tokens/s"),
@@ -63,15 +64,19 @@ def drawn(groups: Sequence[RunGroup], whole: Mapping[str, Run], folder: Path) ->
         folder: folder of the files.
     """
     names = [group.name for group in groups]
+    key = "; ".join(f"{letter(i)} = {name}" for i, name in enumerate(names))
+
+    def text(shown: tuple[str, str]) -> tuple[str, str]:
+        return shown[0], f"{key}. {shown[1]}"
 
     def draw(data: pd.DataFrame, ax: Any) -> None:
-        _plot(data, ax, names)
+        plot(data, ax, names)
 
     if not any(run.rows("requests") for group in groups for run in group.runs.values()):
         return []
     cdfs = [*(_cdf(groups, metric) for metric in LATENCIES), pd.DataFrame()]
-    widths = (1, 1, 1, 0.7)
-    found = [panel("latencies", cdfs, draw, (12, 3.2), folder, widths=widths, text=CDFS)]
+    widths = (1, 1, 1, 0.2)
+    found = [panel("latencies", cdfs, draw, (12, 3.2), folder, widths=widths, text=text(CDFS))]
     first = {group.name: next(iter(group.runs.values())) for group in groups}
     parts = [_over_time("throughput", first), _over_time("present", first)]
     if len(whole) == len(groups):
@@ -80,7 +85,7 @@ def drawn(groups: Sequence[RunGroup], whole: Mapping[str, Run], folder: Path) ->
     parts.append(pd.DataFrame())
     grid = (len(parts) // 3, 3)
     size = (12, 2.8 * grid[0])
-    return [*found, panel("over_time", parts, draw, size, folder, grid, text=TIMES)]
+    return [*found, panel("over_time", parts, draw, size, folder, grid, text=text(TIMES))]
 
 
 def _cdf(groups: Sequence[RunGroup], metric: str) -> pd.DataFrame:
@@ -178,10 +183,14 @@ def _memory(run: Run) -> pd.DataFrame:
     return _frame(edges, total)
 
 
-def _plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
+def plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
+    """Draws the curves of one figure under the letters of their groups; no rows: the legend."""
+    from matplotlib.ticker import MaxNLocator
+
     if data.empty:  # the place of the legend
-        handles = [ax.plot([], [], label=name, **style(i))[0] for i, name in enumerate(names)]
-        ax.legend(handles=handles, loc="center left")
+        handles = [ax.plot([], [], label=letter(i), **style(i))[0] for i in range(len(names))]
+        legend = ax.legend(handles=handles, loc="center left", ncols=1 + (len(names) - 1) // 8)
+        legend.set_in_layout(False)  # else many entries leave the curves no room
         ax.set_axis_off()
         return
     figure, unit = str(data["figure"].iloc[0]), str(data["x_unit"].iloc[0])
@@ -190,7 +199,7 @@ def _plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
         if len(part):
             step = max(1, len(part) // MARKS)
             every = (number * step // max(1, len(names)), step)  # markers of curves stay apart
-            ax.plot(part["x"], part["y"], label=name, markevery=every, **style(number))
+            ax.plot(part["x"], part["y"], label=letter(number), markevery=every, **style(number))
     if figure in NAMES:
         low, high = float(data["x"].min()), float(data["x"].max())
         if low > 0 and high / low > WIDE:
@@ -202,5 +211,8 @@ def _plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
         title, ylabel = YS[figure]
         ax.set(title=title, xlabel="time, s", ylabel=ylabel)
         ax.set_ylim(bottom=0)
-        if not data["y"].any():
+        if figure in COUNTS:
+            ax.yaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10), integer=True))
+            ax.set_ylim(0, max(1.0, ax.get_ylim()[1]) if data["y"].any() else 1)
+        elif not data["y"].any():
             ax.set_ylim(0, 1)

@@ -9,13 +9,14 @@ import pandas as pd
 
 from analysis.ab import told
 from analysis.ab.differences import Against
-from analysis.ab.groups import RunGroup
+from analysis.ab.groups import RunGroup, letter
 from analysis.figures.ab_figures import drawn
 from analysis.pages.cells import Cell, HtmlTable
 from analysis.pages.report import Facts, write_page, written
 from analysis.run import Run, RunFacts, load
 
 SHOWN = ("commit", "backend", "cost_form", "model", "device", "seed", "trace_hash")
+TITLE_LETTERS = 100
 
 
 def write_ab_report(found: Sequence[Against], folder: Path, command: str) -> Path:
@@ -42,15 +43,24 @@ def write_ab_report(found: Sequence[Against], folder: Path, command: str) -> Pat
         _frame(found, lambda pair: pair.requests).to_csv(aside / "requests.csv", index=False)
         tables = [table for pair in found for table in _tables(pair, len(found) > 1)]
         page = {
-            "title": " against ".join(group.name for group in reversed(groups)),
-            "headline": " ".join([*_headlines(found), *left_out(groups)]),
+            "title": title(groups),
+            "headline": "\n\n".join([*_headlines(found), *left_out(groups)]),
             "tables": tables,
+            "lead": len(tables),
             "command": command,
         }
-        facts = {f"{group.name}": _facts(group) for group in groups}
+        facts = {f"{letter(i)} = {g.name}": _facts(g) for i, g in enumerate(groups)}
         write_page(aside, page, figures, facts)
 
     return written(folder, fill)
+
+
+def title(groups: Sequence[RunGroup]) -> str:
+    """The title of a page; names that are too long for one stand in its headline."""
+    first, *others = (group.name for group in groups)
+    one = others[0] if len(others) == 1 else f"{len(others)} settings"
+    text = f"{one} against {first}"
+    return text if len(text) <= TITLE_LETTERS else f"{len(groups)} settings compared"
 
 
 def first_run(group: RunGroup) -> RunFacts:
@@ -71,7 +81,14 @@ def left_out(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _headlines(found: Sequence[Against]) -> list[str]:
-    return [part for pair in found for part in (told.headline(pair), told.losers(pair)) if part]
+    """A paragraph per pair; several share the one that names the baseline."""
+    if len(found) == 1:
+        return [f"{told.headline(found[0])} {told.losers(found[0])}".strip()]
+    lines = [
+        f"{pair.letter} is {pair.b.name}. {told.findings(pair)} {told.losers(pair)}".strip()
+        for pair in found
+    ]
+    return [f"A is {found[0].a.name}, the baseline.", *lines]
 
 
 def differences(pair: Against) -> pd.DataFrame:
@@ -95,12 +112,12 @@ def _frame(found: Sequence[Against], of: Callable[[Against], pd.DataFrame]) -> p
 
 
 def _tables(pair: Against, has_many: bool) -> list[HtmlTable]:
-    of = f": {pair.b.name}" if has_many else ""
-    note = f"A is {pair.a.name}, B is {pair.b.name}. {told.method(pair)} "
+    of = f": {pair.letter}" if has_many else ""
+    note = f"A is {pair.a.name}, {pair.letter} is {pair.b.name}. {told.method(pair)} "
     note += f"The largest load is {100 * pair.load:.0f} % ({told.LOAD})."
     if any(row.has_few for row in pair.rows):
         note += f" {told.FEW}."
-    columns = ["metric", "A", "B", "B - A", "%", "95 % interval", "verdict"]
+    columns = ["metric", "A", pair.letter, f"{pair.letter} - A", "%", "95 % interval", "verdict"]
     rows = [
         [
             Cell(told.metric_name(row)),
@@ -108,12 +125,12 @@ def _tables(pair: Against, has_many: bool) -> list[HtmlTable]:
             Cell(told.figure(row.b, row.unit), row.b),
             Cell(told.difference(row), row.interval.value),
             Cell(told.share(row.relative), row.relative if row.relative == row.relative else 0.0),
-            Cell(told.interval(row)),
+            Cell(told.interval(row), row.interval.low if row.interval.is_known else 0.0),
             Cell(told.verdict(row, pair)),
         ]
         for row in pair.rows
     ]
-    found = [HtmlTable(f"Differences{of}", note, columns, rows)]
+    found = [HtmlTable(f"Differences{of}", note, columns, rows, True)]
     if len(pair.classes):
         found.append(_classes(pair, of))
     return found
@@ -132,8 +149,8 @@ def _classes(pair: Against, of: str) -> HtmlTable:
             cells += [_seconds(row.get(f"{metric}_{part}_s")) for part in ("median", "mean")]
         rows.append(cells)
     note = (
-        "Shares of the requests that are faster and slower in B, the rest being equal; median and "
-        f"mean of B - A per request. {told.losers(pair)}"
+        f"Shares of the requests that are faster and slower in {pair.letter}, the rest being "
+        f"equal; median and mean of {pair.letter} - A per request. {told.losers(pair)}"
     )
     return HtmlTable(f"Requests that are faster{of}", note, columns, rows)
 

@@ -28,6 +28,7 @@ class HtmlTable:
     note: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    is_unbroken: bool = False  # names and numbers keep to a line, words to a piece
 
 
 def amount_cells(values: Sequence[Any], unit: str) -> list[Cell]:

@@ -13,9 +13,11 @@ import pandas as pd
 import pytest
 
 from analysis.ab import told
-from analysis.ab.differences import against_baseline, is_few, load
-from analysis.ab.groups import grouped, has_one_policy
+from analysis.ab.differences import FigureDifference, against_baseline, is_few, load
+from analysis.ab.groups import grouped, has_one_policy, letter
+from analysis.ab.intervals import Interval
 from analysis.figures import ab_figures
+from analysis.pages.ab import write_ab_report
 from analysis.run import Run
 from analysis.run import load as loaded
 from tandem.cli.__main__ import main
@@ -149,6 +151,69 @@ def test_runs_of_other_traces_are_told_in_one_line(make: Maker) -> None:
         against_baseline(runs[:1])
 
 
+def test_the_line_on_other_traces_ends_in_a_command_for_one(make: Maker, tmp_path: Path) -> None:
+    names = [f"policy@{p}+arrival.rate@{rate}-0a" for p in "xy" for rate in (4, 40)]
+    runs = [
+        make(
+            name,
+            {"arrival": {"rate": rate}, "policy": name[7]},
+            provenance={"trace_hash": str(rate), "overrides": [f"arrival.rate={rate}"]},
+        )
+        for name, rate in zip(names, (4, 40, 4, 40), strict=True)
+    ]
+    with pytest.raises(ValueError) as refused:
+        against_baseline(runs)
+    pattern = str(refused.value).rpartition("tandem compare ")[2]
+    own = [run for run in runs if run.folder in tmp_path.glob(Path(pattern).name)]
+    assert own == [runs[0], runs[2]] and pattern.startswith(str(tmp_path))
+    assert len(against_baseline(own)) == 1
+    with pytest.raises(ValueError, match=r"one seed$"):
+        against_baseline([replace(run, provenance={"trace_hash": run.name}) for run in runs])
+
+
+def test_an_option_that_is_named_stands_for_its_settings(make: Maker) -> None:
+    micro, tiny = ({"name": name, "layers": n} for name, n in (("micro", 2), ("tiny", 4)))
+    runs = [make(name, {"model": model}) for name, model in zip("ab", (micro, tiny), strict=True)]
+    assert [group.name for group in grouped(runs)] == ["model=micro", "model=tiny"]
+    wide = make("c", {"model": {**tiny, "layers": 9}})
+    assert [g.name for g in grouped([*runs, wide])][1:] == [
+        "model=tiny model.layers=4",
+        "model=tiny model.layers=9",
+    ]
+
+
+def of(metric: str, stat: str, value: float, few: bool = False) -> FigureDifference:
+    """A difference from 1 s whose interval is a tenth of it on either side."""
+    interval = Interval(value, value - 0.1 * abs(value), value + 0.1 * abs(value), "t")
+    return FigureDifference(metric, stat, "s", 1.0, 1.0 + value, interval, few)
+
+
+def test_the_headline_names_tails_that_their_means_hide(make: Maker) -> None:
+    (pair,) = against_baseline([make("a", {"pace": 1}), make("b", {"pace": 2})])
+    rows = [of("ttft", "mean", -0.2), of("ttft", "p90", -0.1), of("ttft", "p99", 1.076, True)]
+    text = told.headline(replace(pair, rows=rows, load=0.5))
+    better, worse = text.partition("B is worse in ")[::2]
+    assert "mean TTFT (-20.0 %" in better and "p99 TTFT * (+107.6 %" in worse
+    assert told.FEW in text and "p90" not in text
+    rows = [of("e2e", "mean", 0.2), of("e2e", "p50", -0.1), of("e2e", "p99", 0.3)]
+    text = told.headline(replace(pair, rows=rows, load=0.5))
+    assert "better in p50 E2E" in text and "p99" not in text and told.FEW not in text
+    unknown = replace(rows[0], interval=Interval(0.1, -0.1, 0.3, "t"))
+    rows = [unknown, *rows[1:]]
+    assert "B is worse in p99 E2E" in told.headline(replace(pair, rows=rows, load=0.5))
+
+
+def test_the_terminal_tells_slower_requests_beside_faster_ones(make: Maker) -> None:
+    (pair,) = against_baseline([make("a", {"pace": 1}), make("b", {"pace": 2}, **slow(2.0))])
+    head, *lines = told.class_lines(pair)
+    assert head.count("faster") == head.count("slower") == 2 and max(map(len, lines)) <= 120
+    for line, row in zip(lines, pair.classes.to_dict("records"), strict=True):
+        shares = [row[f"{m}_{part}"] for m in ("ttft", "e2e") for part in ("faster", "slower")]
+        assert [word for word in line.split() if word.isdecimal()][-4:] == [
+            f"{100 * share:.0f}" for share in shares
+        ]
+
+
 def test_one_policy_on_two_backends_is_no_comparison_of_settings(make: Maker) -> None:
     a = make("a", {"scheduling": CHUNKED})
     b = make("b", {"scheduling": CHUNKED, "profile": "p"}, backend="cpu")
@@ -219,6 +284,49 @@ def test_drawn_preemptions_are_those_of_the_requests(memory: str, short_budget: 
     counted = run.requests["restarts"].sum() + run.requests["swaps"].sum()
     drawn = ab_figures.preemption_data(run)["y"]
     assert counted > 10 and drawn.iloc[-1] == counted and (drawn.diff().dropna() >= 0).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_page_of_many_long_names(short_budget: Path) -> None:
+    """Letters stand in figures and tables; each name stands in the text above."""
+    few = ("scheduling.token_budget=64", "record=all")
+    names = [served(name, f"scheduling={name}", *few) for name in ("chunked_prefill", "shortest")]
+    made = [loaded(name) for name in names]
+    changes = [{f"{'x' * 90}{key}": i for key in range(9)} for i in range(12)]
+    found = against_baseline(
+        [
+            replace(made[min(i, 1)], config={**made[0].config, **change})
+            for i, change in enumerate(changes)
+        ]
+    )
+    page = write_ab_report(found, Path("out"), "tandem compare").read_text("utf-8")
+    assert len(page.partition("<h1>")[2].partition("</h1>")[0]) <= 100
+    head = page.partition('class="headline">')[2].partition("</section>")[0]
+    paragraphs = head.split("\n\n")
+    assert [text.partition(" is ")[0] for text in paragraphs][:12] == list("ABCDEFGHIJKL")
+    assert found[1].b.name in paragraphs[2] and told.findings(found[1]) in paragraphs[2]
+    assert page.rindex('<table class="sortable') < page.index("<figure>")
+    assert f"C = {found[1].b.name}" in page
+    for name in ("latencies", "over_time"):
+        assert "x" * 90 not in Path(f"out/figures/{name}.svg").read_text("utf-8")
+
+
+def test_letters_go_on_after_z() -> None:
+    assert [letter(i) for i in (0, 1, 25, 26, 27)] == ["A", "B", "Z", "AA", "BB"]
+
+
+@pytest.mark.parametrize(("most", "top"), [(0, 1), (0.4, 1), (3, 3), (250, 250)])
+@pytest.mark.parametrize("figure", ab_figures.COUNTS)
+def test_counts_have_whole_ticks(figure: str, most: float, top: float) -> None:
+    from matplotlib.figure import Figure
+
+    ax = Figure().subplots()
+    data = pd.DataFrame({"group": "a", "x": [0.0, 1.0], "y": [0.0, most]})
+    ab_figures.plot(data.assign(figure=figure, x_unit="s"), ax, ["a"])
+    low, high = ax.get_ylim()
+    ticks = [tick for tick in ax.get_yticks() if low <= tick <= high]
+    assert low == 0 and top <= high <= 1.1 * top and len(ticks) > 1
+    assert all(tick == int(tick) for tick in ticks)
 
 
 def test_groups_are_told_apart_without_colour() -> None:
