@@ -174,14 +174,19 @@ def loads_of(text: str) -> tuple[float, ...]:
 
 
 def check_folder(root: Path, workload: JudgedWorkload) -> None:
-    """Usage where a folder holds another workload, or something else."""
+    """Usage where a folder holds another workload, runs of other code, or something else."""
     path = root / SETTINGS
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found != workload.measuring:
+        if found["settings"] != workload.measuring:
+            words = shlex.join(found["settings"])
             raise Usage(
-                f"--out {root}: another workload is judged in it ({shlex.join(found)}); "
-                "take another folder"
+                f"--out {root}: another workload is judged in it ({words}); take another folder"
+            )
+        if found != _identity(workload):
+            raise Usage(
+                f"--out {root}: the code, a yaml file or the trace has changed since its runs were "
+                "made; take another folder"
             )
     elif root.exists() and (not root.is_dir() or {e.name for e in root.iterdir()} - {LOCK}):
         raise Usage(f"--out {root}: there is something in it already; take another folder")
@@ -189,7 +194,16 @@ def check_folder(root: Path, workload: JudgedWorkload) -> None:
 
 def keep_workload(root: Path, workload: JudgedWorkload) -> None:
     """Writes down what is judged in a folder; more loads and reruns may follow in it."""
-    (root / SETTINGS).write_text(json.dumps(workload.measuring, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(_identity(workload), indent=1)
+    (root / SETTINGS).write_text(text + "\n", encoding="utf-8")
+
+
+def _identity(workload: JudgedWorkload) -> dict[str, Any]:
+    """What the runs of a folder are made of: the settings, and the hash of all that they name."""
+    from tandem.fidelity.protocol import point_of
+
+    words = workload.measuring
+    return {"settings": words, "point": point_of(words, workload.config_dir)}
 
 
 def measured(workload: JudgedWorkload, root: Path) -> Fidelity:

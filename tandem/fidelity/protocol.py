@@ -31,14 +31,17 @@ from analysis.run import Run, load
 from tandem.cli.compare import replay_of
 from tandem.cli.errors import RunFailed
 from tandem.config.compose import composed
+from tandem.config.composed_config import with_absolute_paths
+from tandem.sweeps.point import point_key
 from tandem.wiring.cost import profile_hash
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.folder import OK, commit, running_folder, status_of
+from tandem.wiring.folder import OK, running_folder, status_of
 from tandem.wiring.profile import FITTED, calibrate, fitted_replay, is_steady, refitted
 
 ATTEMPTS = 6  # measured runs per accepted one, at the most
 # Files of a profile, without its replays.
 GRID = ("profile.json", "steps.parquet", "holdout.parquet", "hashes.json")
+POINT = ".point"  # file beside a run, with the hash of its point
 PACE = "backend.reference_ns="
 PREDICTED = "predicted"  # folder of a case's prediction
 
@@ -73,23 +76,30 @@ def run(
 ) -> Run:
     """Runs into a folder of its own, or loads the run that a stopped measurement has left there.
 
-    Remains of a killed or failed run are removed. A run of other settings or of another commit is
-    removed with `replaces`; otherwise it raises ValueError.
+    Remains of a killed or failed run are removed. A run of another point (settings, code, yaml,
+    trace or profile) is removed with `replaces`; otherwise it raises ValueError.
     """
     settings = [*settings]
+    made_of, kept = point_of(settings, config_dir), folder.with_name(f"{folder.name}{POINT}")
     if status_of(folder) == OK:
-        found = load(folder)
-        made_of = found.provenance["overrides"], found.provenance["commit"]
-        if made_of == (settings, commit()["commit"]):
-            return found
+        if kept.is_file() and kept.read_text(encoding="utf-8") == made_of:
+            return load(folder)
+        told = f"{folder} holds a run of other settings, code, yaml, trace or profile"
         if not replaces:
-            raise ValueError(
-                f"{folder} holds a run of other settings or of another commit; take another folder"
-            )
-        log.warning("%s: a run of other settings or of another commit is replaced", folder)
+            raise ValueError(f"{told}; take another folder")
+        log.warning("%s: it is replaced", told)
     cleared(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(made_of, encoding="utf-8")
     run_experiment(composed(settings, config_dir), folder)
     return load(folder)
+
+
+def point_of(settings: Sequence[str], config_dir: str | None = None) -> str:
+    """The hash of a point: its configuration, the files that it names, and the code."""
+    point = composed([*settings], config_dir)
+    folders = tuple(Path(folder).resolve() for folder in point.folders)
+    return point_key(with_absolute_paths(point.config), folders)
 
 
 def cleared(folder: Path) -> None:

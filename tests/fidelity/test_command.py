@@ -20,6 +20,8 @@ from tandem.cli.fidelity import loads_of, num_pieces, plan_of, progress, workloa
 from tandem.fidelity import protocol
 from tandem.wiring import profile, workload
 from tests.support.short_trace import SHORT, write_short
+from traces.serving.request import Request
+from traces.store import write_trace
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/shortest_prompt_first"
 OWN = ("--config-dir", str(EXAMPLE / "conf"), "scheduling=shortest", "scheduling.max_jobs=4")
@@ -141,6 +143,30 @@ def test_a_killed_measurement_says_how_to_go_on(
     assert not Path("out/.lock").exists()
     assert main(["fidelity", *SMALL, "seed=3", "--out", "out"]) == 2
     assert "another workload is judged in it (model=micro_llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", ["mine/rule.py", "mine/conf/slo/own.yaml", "short.parquet"])
+def test_a_folder_is_not_gone_on_with_where_code_yaml_or_trace_has_changed(
+    changed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal words and an equal commit are not enough: the user's files are in neither."""
+    own = ["--config-dir", "mine/conf", "slo=own"]
+    Path("mine/conf/slo").mkdir(parents=True)
+    Path("mine/rule.py").touch()
+    Path("mine/conf/slo/own.yaml").write_text("ttft_s: 1\ntpot_s: 1")
+    monkeypatch.setattr("tandem.cli.fidelity.measured", lambda *_: exit(3))
+    for _ in range(2):  # where nothing has changed, the second begins too
+        with pytest.raises(SystemExit):
+            fidelity(*own)
+    if changed == "short.parquet":
+        write_trace(changed, [Request(i, 0, 20, 5) for i in range(12)], {"rule": "none"})
+    else:
+        Path(changed).write_text(Path(changed).read_text() + "0")
+    capsys.readouterr()
+    assert fidelity(*own) == 2
+    told = capsys.readouterr().err
+    assert "the code, a yaml file or the trace has changed since" in told
+    assert len(told.splitlines()) == 1
 
 
 def test_a_folder_with_something_else_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
