@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.distance import STEADY
 from analysis.fidelity import (
     COLUMNS,
     FIGURES,
+    KV_PEAK_BAR,
+    LATENCY_BAR,
+    NEVER_ABOVE,
+    THROUGHPUT_BAR,
+    TTFT_BAR,
+    TTFT_UP_TO,
     Fidelity,
     JudgedLoad,
     Pair,
@@ -72,6 +80,13 @@ def test_ttft_is_judged_up_to_half_the_capacity_and_percentiles_never() -> None:
 
 def test_a_run_counts_up_to_three_percent_of_drift() -> None:
     assert counts(0.03) and not counts(0.0301)
+
+
+def test_the_guide_tells_no_percentage_but_those_of_the_rules() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/guide/fidelity.md").read_text()
+    rules = (THROUGHPUT_BAR, KV_PEAK_BAR, TTFT_BAR, LATENCY_BAR, NEVER_ABOVE, TTFT_UP_TO, STEADY)
+    told = {float(number) for number in re.findall(r"([\d.]+) %", text)}
+    assert told == {100 * rule for rule in rules}
 
 
 def load_with(*rows: tuple[str, float, float]) -> JudgedLoad:
