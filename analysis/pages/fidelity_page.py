@@ -88,6 +88,9 @@ def headline(fidelity: Fidelity) -> str:
         rows = [(figure, load.row(figure)) for figure in JUDGED]
         errors = [f"{figure_name(f)} {percent_of(row['error'])}" for f, row in rows if row]
         found.append(f"At {load.name} of the capacity: {', '.join(errors) or 'no steady rerun'}.")
+        if load.undefined:
+            lacking = ", ".join(map(figure_name, load.undefined))
+            found.append(f"Not judged, as no request has it: {lacking}.")
     failed = ", ".join(fidelity.failed)
     verdict = f"Beyond the bar: {failed}." if failed else "Every bar holds."
     return f"{verdict} {' '.join(found)} Medians over reruns, prediction over measurement."
@@ -165,7 +168,7 @@ def _reruns(fidelity: Fidelity) -> HtmlTable:
             counts = bool(first["counts"])
             cells = [Cell(load.name), Cell(str(number), float(str(number)))]
             cells.append(_percent(float(first["moved"]), signed=False))
-            cells += [_percent(float(errors[figure])) for figure in JUDGED]
+            cells += [_percent(errors.get(figure)) for figure in JUDGED]
             rows.append([*cells, Cell("yes" if counts else "no: the machine drifted")])
     note = "In the order of measurement. Drift: how far the probes moved around the run."
     columns = ["load", "rerun", "drift", *map(figure_name, JUDGED), "counts"]
@@ -173,11 +176,11 @@ def _reruns(fidelity: Fidelity) -> HtmlTable:
 
 
 def _errors(fidelity: Fidelity, folder: Path) -> Shown:
-    """An axes per judged figure."""
+    """An axes per judged figure that a load has."""
     rows, table = fidelity.reruns, fidelity.table
     medians = table[["case", "figure", "error", "bar"]].rename(columns={"error": "median_error"})
     data = rows.merge(medians, on=["case", "figure"], how="left")
-    parts = [data[data["figure"].eq(figure)] for figure in JUDGED]
+    parts = [data[data["figure"].eq(figure)] for figure in JUDGED if figure in set(data["figure"])]
     return panel("errors", parts, plot_errors, (13, 3.0), folder, text=TEXT)
 
 

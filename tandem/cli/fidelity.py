@@ -373,7 +373,7 @@ def told(fidelity: Fidelity) -> str:
         for number, rows in load.reruns.groupby("rerun"):
             errors, first = rows.set_index("figure")["error"], rows.iloc[0]
             cells = [percent_of(first["moved"], signed=False)]
-            cells += [percent_of(errors[figure]) for figure in JUDGED]
+            cells += [percent_of(errors.get(figure)) for figure in JUDGED]
             lines.append(_line(str(number), cells) + ("" if first["counts"] else "  discarded"))
     return "\n".join([*lines, "", headline(fidelity)])
 

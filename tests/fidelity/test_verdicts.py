@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from analysis.distance import STEADY
 from analysis.fidelity import (
     COLUMNS,
     FIGURES,
+    JUDGED,
     KV_PEAK_BAR,
     LATENCY_BAR,
     NEVER_ABOVE,
@@ -33,6 +35,7 @@ from analysis.fidelity import (
 )
 from analysis.pages.fidelity_page import headline, write_fidelity_report
 from analysis.run import load
+from tandem.cli.fidelity import told
 from tests.support.synthetic import TWO, write
 
 
@@ -78,6 +81,13 @@ def test_ttft_is_judged_up_to_half_the_capacity_and_percentiles_never() -> None:
     assert len(unjudged) == 9 and all(bars(row(figure), True) is None for figure in unjudged)
 
 
+@pytest.mark.parametrize("figure", ["request_throughput", "mean_tpot_s", "kv_peak_pages"])
+def test_an_error_that_is_no_number_fails_its_bar(figure: str) -> None:
+    """The prediction lacks a figure that was measured, so nothing shows that the bar holds."""
+    assert judgement(used(figure, float("nan"))) == "fail"
+    assert judgement(used("p99_e2e_s", float("nan"))) == "", "without a bar there is no verdict"
+
+
 def test_a_run_counts_up_to_three_percent_of_drift() -> None:
     assert counts(0.03) and not counts(0.0301)
 
@@ -85,8 +95,8 @@ def test_a_run_counts_up_to_three_percent_of_drift() -> None:
 def test_the_guide_tells_no_percentage_but_those_of_the_rules() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/guide/fidelity.md").read_text()
     rules = (THROUGHPUT_BAR, KV_PEAK_BAR, TTFT_BAR, LATENCY_BAR, NEVER_ABOVE, TTFT_UP_TO, STEADY)
-    told = {float(number) for number in re.findall(r"([\d.]+) %", text)}
-    assert told == {100 * rule for rule in rules}
+    found = {float(number) for number in re.findall(r"([\d.]+) %", text)}
+    assert found == {100 * rule for rule in rules}
 
 
 def load_with(*rows: tuple[str, float, float]) -> JudgedLoad:
@@ -101,8 +111,8 @@ def test_a_headline_names_what_fails() -> None:
     good = Fidelity(4.0, (load_with(("request_throughput", 2.0, 0.001)),))
     assert headline(good).startswith("Every bar holds. At 50 % of the capacity: throughput +0.1 %.")
     bad = load_with(("request_throughput", 2.0, 0.03), ("kv_peak_replayed_equal", 0.0, 0.0))
-    told = headline(Fidelity(4.0, (bad,)))
-    assert told.startswith(
+    found = headline(Fidelity(4.0, (bad,)))
+    assert found.startswith(
         "Beyond the bar: throughput at 50 %, peak KV of replayed plans at 50 %. At 50 %"
     )
 
@@ -113,13 +123,15 @@ def test_too_few_steady_reruns_fail() -> None:
     assert "no steady rerun" in headline(Fidelity(4.0, (load,)))
 
 
-def rerun(folder: Path, number: int, moved: float, pace: float = 1.0) -> Rerun:
+def rerun(
+    folder: Path, number: int, moved: float, pace: float = 1.0, outputs: Sequence[int] = TWO.outputs
+) -> Rerun:
     """A run of the toy engine with memory rows at issues, and its prediction by slower steps."""
     found = []
     for name, factor in (("measured", 1.0), ("predicted", pace)):
         probed = {"probe_ratios": {"decode": 1 + moved}}
         toy = replace(TWO, provenance=probed, factor=lambda step, f=factor: f)
-        run = load(write(folder / f"{name}{number}", toy))
+        run = load(write(folder / f"{name}{number}", toy, outputs=outputs))
         booked = run.memory.assign(cause="issue")
         found.append(replace(run, memory=pd.concat([run.memory, booked])))
     measured, predicted = found
@@ -149,3 +161,16 @@ def test_a_page_without_a_steady_rerun_says_so(tmp_path: Path) -> None:
     page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {})
     assert "Beyond the bar: steady reruns at 50 %" in page.read_text()
     assert "Percentiles" not in page.read_text() and found.failed == ["steady reruns at 50 %"]
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_answers_of_one_token_are_judged_without_tpot(tmp_path: Path) -> None:
+    """TPOT is the time between tokens: one token has none, and the page says so."""
+    reruns = [rerun(tmp_path, 0, 0.0, outputs=(1, 1)), rerun(tmp_path, 1, 0.5, outputs=(1, 1))]
+    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, reruns, 1),))
+    page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {})
+    note = "Not judged, as no request has it: mean TPOT."
+    assert headline(found).startswith("Every bar holds.") and note in headline(found)
+    assert note in page.read_text() and note in told(found)
+    figure = pd.read_csv(tmp_path / "report/figures/errors.csv")
+    assert {*figure["figure"]} == {*JUDGED} - {"mean_tpot_s"}
