@@ -192,6 +192,11 @@ class JudgedLoad:
         return [str(figure) for figure in self.table.loc[self.table["used"].gt(1), "figure"]]
 
     @property
+    def num_discarded(self) -> int:
+        """Measured runs that do not count."""
+        return int((~self.reruns.drop_duplicates("rerun")["counts"].astype(bool)).sum())
+
+    @property
     def undefined(self) -> list[str]:
         """Figures with a bar elsewhere that no request of this load has."""
         if self.row(THROUGHPUT) is None:  # without a steady rerun
@@ -210,6 +215,17 @@ class Fidelity:
 
     capacity: float
     loads: tuple[JudgedLoad, ...]
+    discarded_calibrations: int = 0
+    discarded_capacity_runs: int = 0
+
+    @property
+    def discarded(self) -> dict[str, int]:
+        """How many pieces of work of a kind count for nothing, as the machine was not steady."""
+        return {
+            "calibrations": self.discarded_calibrations,
+            "capacity runs": self.discarded_capacity_runs,
+            "judged runs": sum(one.num_discarded for one in self.loads),
+        }
 
     @property
     def failed(self) -> list[str]:

@@ -76,13 +76,14 @@ def as_dict(fidelity: Fidelity, facts: Mapping[str, str]) -> dict[str, Any]:
         "capacity": fidelity.capacity,
         "headline": headline(fidelity),
         "failed": fidelity.failed,
+        "discarded": {name.replace(" ", "_"): n for name, n in fidelity.discarded.items()},
         "loads": loads,
         **facts,
     }
 
 
 def headline(fidelity: Fidelity) -> str:
-    """What was judged, how far off it was, and what fails."""
+    """What was judged, how far off it was, what fails, and how much was discarded."""
     found = []
     for load in fidelity.loads:
         rows = [(figure, load.row(figure)) for figure in JUDGED]
@@ -93,7 +94,9 @@ def headline(fidelity: Fidelity) -> str:
             found.append(f"Not judged, as no request has it: {lacking}.")
     failed = ", ".join(fidelity.failed)
     verdict = f"Beyond the bar: {failed}." if failed else "Every bar holds."
-    return f"{verdict} {' '.join(found)} Medians over reruns, prediction over measurement."
+    text = f"{verdict} {' '.join(found)} Medians over reruns, prediction over measurement."
+    counts = [f"{name} {count}" for name, count in fidelity.discarded.items() if count]
+    return f"{text} Discarded on an unsteady machine: {', '.join(counts)}." if counts else text
 
 
 def _judged(fidelity: Fidelity) -> HtmlTable:

@@ -219,17 +219,17 @@ def measured(workload: JudgedWorkload, root: Path) -> Fidelity:
         )
         clock = (protocol.clock_of(profile),) if workload.has_clock else ()
         backend = (*workload.backend, *clock)
-        capacity = protocol.capacity(
-            workload.settings, backend, root / "capacity", config_dir=workload.config_dir
+        capacity = protocol.steady_capacity(
+            workload.settings, backend, root / "capacity", tell, workload.config_dir
         )
-        tell(f"capacity {capacity:.3g} requests/s")
+        discarded = [protocol.num_discarded(root / name) for name in ("profile", "capacity")]
         for share in workload.loads:
             name, rate = f"{100 * share:g} %", share * capacity
             folder = root / f"load-{100 * share:g}"
             case = protocol.Case(name, workload.at(rate), folder, profile, workload.config_dir)
             done = protocol.reruns(case, backend, workload.reruns, tell)
             load = load_of(name, share, rate, done, workload.reruns)
-            fidelity = Fidelity(capacity, (*fidelity.loads, load))
+            fidelity = Fidelity(capacity, (*fidelity.loads, load), *discarded)
             write_fidelity_report(
                 fidelity, root / REPORT, _again(workload, root), _facts(workload, done)
             )

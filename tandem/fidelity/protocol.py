@@ -1,9 +1,9 @@
 """The protocol of fidelity: measured reruns of a workload, in turns with their calibration.
 
 A profile is calibrated on synthetic requests, never on the judged ones. Every measured run has
-drift probes before and after it. A run is discarded if a probe moved by more than 3 %, and a
-calibration if its held-out replay is off by more than 3 % in all: the machine was not steady.
-Neither rule looks at the error of a judged run. A shared machine's speed changes by a third within
+drift probes before and after it. A run, that of the capacity too, is discarded if a probe moved by
+more than 3 %, and a calibration if its held-out replay is off by more than 3 % in all: the machine
+was not steady. Neither rule looks at the error of a judged run. A shared machine's speed changes by a third within
 seconds, so both clocks count time in reference works (runtime/measure/reference.py), in
 calibrations and runs. Changes that these do not follow last for minutes (large batches took 8 %
 longer half an hour after their calibration), so measurement and calibration take turns: before and
@@ -125,10 +125,19 @@ def calibrated(
         if is_steady(pd.read_csv(folder / "errors.csv", index_col="class")):
             tell("calibrated")
             return folder
-        number = len(list(folder.parent.glob(f"{folder.name}-unsteady*")))
-        folder.rename(folder.with_name(f"{folder.name}-unsteady{number}"))
+        discard(folder)
         tell("the machine changed during the calibration, which is discarded and repeated")
     raise RunFailed(f"{folder}: no steady calibration in {ATTEMPTS}; go on there at a quieter time")
+
+
+def discard(folder: Path) -> None:
+    """Renames a folder whose machine was not steady; it stays beside its repeat."""
+    folder.rename(folder.with_name(f"{folder.name}-unsteady{num_discarded(folder)}"))
+
+
+def num_discarded(folder: Path) -> int:
+    """How often a calibration or a capacity was discarded, by what stays beside its folder."""
+    return len(list(folder.parent.glob(f"{folder.name}-unsteady*")))
 
 
 def clock_of(profile: Path) -> str:
@@ -155,6 +164,28 @@ def capacity(
     kept = [word for word in settings if not word.lstrip("+").startswith(("arrival=", "arrival."))]
     done = run((*kept, *backend, "arrival=all_at_once"), folder, replaces, config_dir)
     return float(summary(done)["request_throughput"])
+
+
+def steady_capacity(
+    settings: Sequence[str],
+    backend: Sequence[str],
+    folder: Path,
+    tell: Tell,
+    config_dir: str | None = None,
+) -> float:
+    """The capacity, measured on a steady machine: the rates of all loads rest on it.
+
+    Discarded runs stay beside it. RunFailed after ATTEMPTS unsteady runs.
+    """
+    for _ in range(ATTEMPTS):
+        found = capacity(settings, backend, folder, config_dir=config_dir)
+        moved = drift(load(folder))
+        if moved is None or counts(moved):
+            tell(f"capacity {found:.3g} requests/s")
+            return found
+        discard(folder)
+        tell(f"capacity: probes moved {moved:.1%}: discarded, and repeated")
+    raise RunFailed(f"{folder}: no steady run in {ATTEMPTS}; go on there at a quieter time")
 
 
 def reruns(case: Case, backend: Sequence[str], count: int, tell: Tell) -> list[Rerun]:

@@ -80,7 +80,7 @@ def report() -> dict[str, Any]:
 def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     drifts: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drifts(0.2, 0.002)
+    drifts(0.05, 0.001, 0.2, 0.002)  # two runs of the capacity, two judged ones
     status = fidelity(*OWN, "--load", "0.5", "--reruns", "1")
     out, err = capsys.readouterr()
     assert status in (0, 1) and "to go on" not in err, err
@@ -89,6 +89,7 @@ def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     assert status == int(bool(failed))
     assert out.splitlines()[-1] == "report: out/report/report.html"
     assert found["headline"] in out and "discarded" in out
+    assert found["discarded"] == {"calibrations": 0, "capacity_runs": 1, "judged_runs": 1}
     # capacity: all at once; the judged runs arrive at half of it
     at_once = load("out/capacity").requests
     assert found["capacity"] == pytest.approx(10e9 / at_once["finish_ns"].max())
@@ -120,7 +121,7 @@ def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     assert len(figure) == 2 * len(JUDGED)
     # the command goes on in its folder: what is there is not done again, and more may be asked for
     began = {path: path.stat().st_mtime_ns for path in Path("out").rglob("status.json")}
-    drifts(0.2, 0.002, 0.003)
+    drifts(0.001, 0.2, 0.002, 0.003)
     fidelity(*OWN, "--load", "0.5", "--reruns", "2")
     again = {path: path.stat().st_mtime_ns for path in Path("out").rglob("status.json")}
     assert {str(path.relative_to("out/load-50")) for path in {*again} - {*began}} == {

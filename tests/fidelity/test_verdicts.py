@@ -104,7 +104,8 @@ def load_with(*rows: tuple[str, float, float]) -> JudgedLoad:
         [("50 %", figure, value, error, error, 0.0) for figure, value, error in rows],
         columns=COLUMNS,
     )
-    return JudgedLoad("50 %", 0.5, 2.0, judged(table, True), pd.DataFrame())
+    reruns = pd.DataFrame(columns=["rerun", "counts"])
+    return JudgedLoad("50 %", 0.5, 2.0, judged(table, True), reruns)
 
 
 def test_a_headline_names_what_fails() -> None:
@@ -142,12 +143,15 @@ def rerun(
 def test_a_page_shows_verdicts_and_discarded_reruns(tmp_path: Path) -> None:
     """Steps that are predicted 4 % too long: the toy's TPOT and E2E follow, its KV does not."""
     reruns = [rerun(tmp_path, 0, 0.5), rerun(tmp_path, 1, 0.0, 1.04)]
-    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, reruns, 1),))
+    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, reruns, 1),), 3, 2)
     page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {"commit": "abc"})
     text = page.read_text()
+    counted = "Discarded on an unsteady machine: calibrations 3, capacity runs 2, judged runs 1."
+    assert counted in text and counted in told(found)
     assert "Beyond the bar: throughput at 50 %." in text and "abc" in text
     assert text.count("no: the machine drifted") == 1
     said = json.loads((page.parent / "fidelity.json").read_text())
+    assert said["discarded"] == {"calibrations": 3, "capacity_runs": 2, "judged_runs": 1}
     assert said["loads"][0]["steady_reruns"] == 1
     errors = {row["figure"]: row for row in said["loads"][0]["figures"]}
     assert errors["mean_tpot_s"]["error"] == pytest.approx(0.04)
