@@ -178,10 +178,11 @@ def check_folder(root: Path, workload: JudgedWorkload) -> None:
     path = root / SETTINGS
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["settings"] != workload.measuring:
-            words = shlex.join(found["settings"])
+        words = found["settings"] if isinstance(found, dict) else found  # by an earlier version
+        if words != workload.measuring:
             raise Usage(
-                f"--out {root}: another workload is judged in it ({words}); take another folder"
+                f"--out {root}: another workload is judged in it ({shlex.join(words)}); "
+                "take another folder"
             )
         if found != _identity(workload):
             raise Usage(

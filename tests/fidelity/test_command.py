@@ -170,6 +170,18 @@ def test_a_folder_is_not_gone_on_with_where_code_yaml_or_trace_has_changed(
     assert len(told.splitlines()) == 1
 
 
+def test_a_folder_of_an_earlier_version_is_of_other_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its settings.json is a list of words."""
+    Path("out").mkdir()
+    Path("out/settings.json").write_text(json.dumps(workload_of(SMALL, "0.5", 1).measuring))
+    assert fidelity() == 2
+    assert "the code, a yaml file or the trace has changed since" in capsys.readouterr().err
+    assert fidelity("seed=3") == 2
+    assert "another workload is judged in it (model=micro" in capsys.readouterr().err
+
+
 def test_a_folder_with_something_else_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out").mkdir()
     Path("out/thesis.tex").touch()
