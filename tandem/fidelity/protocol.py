@@ -4,8 +4,8 @@ A profile is calibrated on synthetic requests, never on the judged ones. Every m
 drift probes before and after it. A run, that of the capacity too, is discarded if a probe moved by
 more than 3 %, and a calibration if its held-out replay is off by more than 3 % in all: the machine
 was not steady. Neither rule looks at the error of a judged run. A shared machine's speed changes by
-a third within seconds, so both clocks count time in reference works
-(runtime/measure/reference.py), in calibrations and runs. Changes that these do not follow last for minutes (large batches took 8 %
+a third within seconds, so both clocks count time in reference works (runtime/measure/reference.py),
+in calibrations and runs. Changes that these do not follow last for minutes (large batches took 8 %
 longer half an hour after their calibration), so measurement and calibration take turns: before and
 after every judged run, a replay of synthetic requests at the case's rate adds to the calibration of
 its tables. With the other core busy, launches moved against the reference work by 4 %.
