@@ -6,14 +6,14 @@ reruns is judged. Signs may cancel in a median, so the worst rerun stands beside
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.distance import STEADY
+from analysis.distance import STEADY, relative_error
 from analysis.metrics import summary
 from analysis.run import Run
 from analysis.verdicts import amount, percent
@@ -73,9 +73,13 @@ def kv_peak_pages(run: Run) -> int:
 
 
 def figures_of(run: Run) -> dict[str, float]:
-    """What is compared of a run: throughput in requests/s, latencies in s, peak KV in pages."""
+    """What is compared of a run: throughput in requests/s, latencies in s, peak KV in pages.
+
+    A figure that is not defined is left out: the TPOT of answers of one token.
+    """
     known = summary(run)
-    return {**{key: float(known[key]) for key in FIGURES}, KV_PEAK: float(kv_peak_pages(run))}
+    found = {key: float(known[key]) for key in FIGURES if key in known}
+    return {**found, KV_PEAK: float(kv_peak_pages(run))}
 
 
 def rerun_rows(case: str, reruns: Sequence[Rerun]) -> pd.DataFrame:
@@ -84,17 +88,19 @@ def rerun_rows(case: str, reruns: Sequence[Rerun]) -> pd.DataFrame:
     Columns case, rerun, counts, moved, figure, measured, predicted, error.
     """
     rows = [
-        (case, rerun.number, rerun.is_steady, rerun.moved, name, real, guess, guess / real - 1)
+        (case, rerun.number, rerun.is_steady, rerun.moved, name, *compared)
         for rerun in reruns
-        for name, real, guess in _compared(rerun.pair)
+        for name, compared in _compared(rerun.pair).items()
     ]
     columns = ["case", "rerun", "counts", "moved", "figure", "measured", "predicted", "error"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def _compared(pair: Pair) -> Iterator[tuple[str, float, float]]:
-    real, guess = figures_of(pair.measured), figures_of(pair.predicted)
-    yield from ((name, real[name], guess[name]) for name in real)
+def _compared(pair: Pair) -> dict[str, tuple[float, float, float]]:
+    """By measured figure: the measured value, the predicted one (NaN if it lacks), the error."""
+    real, predicted = figures_of(pair.measured), figures_of(pair.predicted)
+    guess = {name: predicted.get(name, np.nan) for name in real}
+    return {n: (real[n], guess[n], relative_error(guess[n], real[n])) for n in real}
 
 
 def table_of(case: str, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
@@ -105,10 +111,9 @@ def table_of(case: str, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
     rows = [(case, STEADY_RERUNS, float(len(pairs)), len(pairs) / wanted - 1, 0.0, 0.0)]
     if not pairs:
         return pd.DataFrame(rows, columns=COLUMNS)
-    values = [(figures_of(p.measured), figures_of(p.predicted)) for p in pairs]
-    for key in (*FIGURES, KV_PEAK):
-        real = np.array([m[key] for m, _ in values])
-        error = np.array([p[key] / m[key] - 1 for m, p in values])
+    values = [_compared(pair) for pair in pairs]
+    for key in values[0]:  # reruns are of equal requests, so they have equal figures
+        real, _, error = np.array([value[key] for value in values]).T
         spread = 0.0 if key == KV_PEAK else spread_of(real)
         rows.append((case, key, float(np.median(real)), *middle(error), spread))
     equal = all(kv_peak_pages(p.replayed) == kv_peak_pages(p.measured) for p in pairs)
@@ -147,12 +152,16 @@ def bars(row: Mapping[Any, Any], judges_ttft: bool) -> float | None:
 
 
 def judged(table: pd.DataFrame, judges_ttft: bool) -> pd.DataFrame:
-    """The table with its bars, and the used share of each bar (above 1 fails)."""
+    """The table with its bars, and the used share of each bar (above 1 fails).
+
+    An error that is not a number fails its bar.
+    """
     table = table.copy()
     table["bar"] = [bars(row, judges_ttft) for row in table.to_dict("records")]
     table["used"] = table["error"].abs() / table["bar"].astype(float)
     broken = table["figure"].isin(MUST_HOLD) & table["measured"].lt(1)
     broken |= table["figure"].eq(STEADY_RERUNS) & table["error"].lt(0)
+    broken |= table["bar"].notna() & table["error"].isna()
     table.loc[broken, "used"] = np.inf
     return table
 
@@ -182,8 +191,20 @@ class JudgedLoad:
         """The figures that are beyond their bars, and the properties that do not hold."""
         return [str(figure) for figure in self.table.loc[self.table["used"].gt(1), "figure"]]
 
+    @property
+    def num_discarded(self) -> int:
+        """Measured runs that do not count."""
+        return int((~self.reruns.drop_duplicates("rerun")["counts"].astype(bool)).sum())
+
+    @property
+    def undefined(self) -> list[str]:
+        """Figures with a bar elsewhere that no request of this load has."""
+        if self.row(THROUGHPUT) is None:  # without a steady rerun
+            return []
+        return [figure for figure in JUDGED if self.row(figure) is None]
+
     def row(self, figure: str) -> dict[str, Any] | None:
-        """The judged row of a figure; None without a steady rerun."""
+        """The judged row of a figure; None without a steady rerun, or where it is not defined."""
         rows = self.table[self.table["figure"].eq(figure)].to_dict("records")
         return {str(key): value for key, value in rows[0].items()} if rows else None
 
@@ -194,6 +215,17 @@ class Fidelity:
 
     capacity: float
     loads: tuple[JudgedLoad, ...]
+    discarded_calibrations: int = 0
+    discarded_capacity_runs: int = 0
+
+    @property
+    def discarded(self) -> dict[str, int]:
+        """How many pieces of work of a kind count for nothing, as the machine was not steady."""
+        return {
+            "calibrations": self.discarded_calibrations,
+            "capacity runs": self.discarded_capacity_runs,
+            "judged runs": sum(one.num_discarded for one in self.loads),
+        }
 
     @property
     def failed(self) -> list[str]:

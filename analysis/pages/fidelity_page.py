@@ -76,21 +76,27 @@ def as_dict(fidelity: Fidelity, facts: Mapping[str, str]) -> dict[str, Any]:
         "capacity": fidelity.capacity,
         "headline": headline(fidelity),
         "failed": fidelity.failed,
+        "discarded": {name.replace(" ", "_"): n for name, n in fidelity.discarded.items()},
         "loads": loads,
         **facts,
     }
 
 
 def headline(fidelity: Fidelity) -> str:
-    """What was judged, how far off it was, and what fails."""
+    """What was judged, how far off it was, what fails, and how much was discarded."""
     found = []
     for load in fidelity.loads:
         rows = [(figure, load.row(figure)) for figure in JUDGED]
         errors = [f"{figure_name(f)} {percent_of(row['error'])}" for f, row in rows if row]
         found.append(f"At {load.name} of the capacity: {', '.join(errors) or 'no steady rerun'}.")
+        if load.undefined:
+            lacking = ", ".join(map(figure_name, load.undefined))
+            found.append(f"Not judged, as no request has it: {lacking}.")
     failed = ", ".join(fidelity.failed)
     verdict = f"Beyond the bar: {failed}." if failed else "Every bar holds."
-    return f"{verdict} {' '.join(found)} Medians over reruns, prediction over measurement."
+    text = f"{verdict} {' '.join(found)} Medians over reruns, prediction over measurement."
+    counts = [f"{name} {count}" for name, count in fidelity.discarded.items() if count]
+    return f"{text} Discarded on an unsteady machine: {', '.join(counts)}." if counts else text
 
 
 def _judged(fidelity: Fidelity) -> HtmlTable:
@@ -165,7 +171,7 @@ def _reruns(fidelity: Fidelity) -> HtmlTable:
             counts = bool(first["counts"])
             cells = [Cell(load.name), Cell(str(number), float(str(number)))]
             cells.append(_percent(float(first["moved"]), signed=False))
-            cells += [_percent(float(errors[figure])) for figure in JUDGED]
+            cells += [_percent(errors.get(figure)) for figure in JUDGED]
             rows.append([*cells, Cell("yes" if counts else "no: the machine drifted")])
     note = "In the order of measurement. Drift: how far the probes moved around the run."
     columns = ["load", "rerun", "drift", *map(figure_name, JUDGED), "counts"]
@@ -173,11 +179,11 @@ def _reruns(fidelity: Fidelity) -> HtmlTable:
 
 
 def _errors(fidelity: Fidelity, folder: Path) -> Shown:
-    """An axes per judged figure."""
+    """An axes per judged figure that a load has."""
     rows, table = fidelity.reruns, fidelity.table
     medians = table[["case", "figure", "error", "bar"]].rename(columns={"error": "median_error"})
     data = rows.merge(medians, on=["case", "figure"], how="left")
-    parts = [data[data["figure"].eq(figure)] for figure in JUDGED]
+    parts = [data[data["figure"].eq(figure)] for figure in JUDGED if figure in set(data["figure"])]
     return panel("errors", parts, plot_errors, (13, 3.0), folder, text=TEXT)
 
 

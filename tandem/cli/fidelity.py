@@ -174,14 +174,20 @@ def loads_of(text: str) -> tuple[float, ...]:
 
 
 def check_folder(root: Path, workload: JudgedWorkload) -> None:
-    """Usage where a folder holds another workload, or something else."""
+    """Usage where a folder holds another workload, runs of other code, or something else."""
     path = root / SETTINGS
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found != workload.measuring:
+        words = found["settings"] if isinstance(found, dict) else found  # by an earlier version
+        if words != workload.measuring:
             raise Usage(
-                f"--out {root}: another workload is judged in it ({shlex.join(found)}); "
+                f"--out {root}: another workload is judged in it ({shlex.join(words)}); "
                 "take another folder"
+            )
+        if found != _identity(workload):
+            raise Usage(
+                f"--out {root}: the code, a yaml file or the trace has changed since its runs were "
+                "made; take another folder"
             )
     elif root.exists() and (not root.is_dir() or {e.name for e in root.iterdir()} - {LOCK}):
         raise Usage(f"--out {root}: there is something in it already; take another folder")
@@ -189,7 +195,16 @@ def check_folder(root: Path, workload: JudgedWorkload) -> None:
 
 def keep_workload(root: Path, workload: JudgedWorkload) -> None:
     """Writes down what is judged in a folder; more loads and reruns may follow in it."""
-    (root / SETTINGS).write_text(json.dumps(workload.measuring, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(_identity(workload), indent=1)
+    (root / SETTINGS).write_text(text + "\n", encoding="utf-8")
+
+
+def _identity(workload: JudgedWorkload) -> dict[str, Any]:
+    """What the runs of a folder are made of: the settings, and the hash of all that they name."""
+    from tandem.fidelity.protocol import point_of
+
+    words = workload.measuring
+    return {"settings": words, "point": point_of(words, workload.config_dir)}
 
 
 def measured(workload: JudgedWorkload, root: Path) -> Fidelity:
@@ -205,17 +220,17 @@ def measured(workload: JudgedWorkload, root: Path) -> Fidelity:
         )
         clock = (protocol.clock_of(profile),) if workload.has_clock else ()
         backend = (*workload.backend, *clock)
-        capacity = protocol.capacity(
-            workload.settings, backend, root / "capacity", config_dir=workload.config_dir
+        capacity = protocol.steady_capacity(
+            workload.settings, backend, root / "capacity", tell, workload.config_dir
         )
-        tell(f"capacity {capacity:.3g} requests/s")
+        discarded = [protocol.num_discarded(root / name) for name in ("profile", "capacity")]
         for share in workload.loads:
             name, rate = f"{100 * share:g} %", share * capacity
             folder = root / f"load-{100 * share:g}"
             case = protocol.Case(name, workload.at(rate), folder, profile, workload.config_dir)
             done = protocol.reruns(case, backend, workload.reruns, tell)
             load = load_of(name, share, rate, done, workload.reruns)
-            fidelity = Fidelity(capacity, (*fidelity.loads, load))
+            fidelity = Fidelity(capacity, (*fidelity.loads, load), *discarded)
             write_fidelity_report(
                 fidelity, root / REPORT, _again(workload, root), _facts(workload, done)
             )
@@ -359,7 +374,7 @@ def told(fidelity: Fidelity) -> str:
         for number, rows in load.reruns.groupby("rerun"):
             errors, first = rows.set_index("figure")["error"], rows.iloc[0]
             cells = [percent_of(first["moved"], signed=False)]
-            cells += [percent_of(errors[figure]) for figure in JUDGED]
+            cells += [percent_of(errors.get(figure)) for figure in JUDGED]
             lines.append(_line(str(number), cells) + ("" if first["counts"] else "  discarded"))
     return "\n".join([*lines, "", headline(fidelity)])
 

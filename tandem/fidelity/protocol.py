@@ -1,11 +1,11 @@
 """The protocol of fidelity: measured reruns of a workload, in turns with their calibration.
 
 A profile is calibrated on synthetic requests, never on the judged ones. Every measured run has
-drift probes before and after it. A run is discarded if a probe moved by more than 3 %, and a
-calibration if its held-out replay is off by more than 3 % in all: the machine was not steady.
-Neither rule looks at the error of a judged run. A shared machine's speed changes by a third within
-seconds, so both clocks count time in reference works (runtime/measure/reference.py), in
-calibrations and runs. Changes that these do not follow last for minutes (large batches took 8 %
+drift probes before and after it. A run, that of the capacity too, is discarded if a probe moved by
+more than 3 %, and a calibration if its held-out replay is off by more than 3 % in all: the machine
+was not steady. Neither rule looks at the error of a judged run. A shared machine's speed changes by
+a third within seconds, so both clocks count time in reference works (runtime/measure/reference.py),
+in calibrations and runs. Changes that these do not follow last for minutes (large batches took 8 %
 longer half an hour after their calibration), so measurement and calibration take turns: before and
 after every judged run, a replay of synthetic requests at the case's rate adds to the calibration of
 its tables. With the other core busy, launches moved against the reference work by 4 %.
@@ -31,14 +31,17 @@ from analysis.run import Run, load
 from tandem.cli.compare import replay_of
 from tandem.cli.errors import RunFailed
 from tandem.config.compose import composed
+from tandem.config.composed_config import with_absolute_paths
+from tandem.sweeps.point import point_key
 from tandem.wiring.cost import profile_hash
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.folder import OK, commit, running_folder, status_of
+from tandem.wiring.folder import OK, running_folder, status_of
 from tandem.wiring.profile import FITTED, calibrate, fitted_replay, is_steady, refitted
 
 ATTEMPTS = 6  # measured runs per accepted one, at the most
 # Files of a profile, without its replays.
 GRID = ("profile.json", "steps.parquet", "holdout.parquet", "hashes.json")
+POINT = ".point"  # file beside a run, with the hash of its point
 PACE = "backend.reference_ns="
 PREDICTED = "predicted"  # folder of a case's prediction
 
@@ -73,23 +76,30 @@ def run(
 ) -> Run:
     """Runs into a folder of its own, or loads the run that a stopped measurement has left there.
 
-    Remains of a killed or failed run are removed. A run of other settings or of another commit is
-    removed with `replaces`; otherwise it raises ValueError.
+    Remains of a killed or failed run are removed. A run of another point (settings, code, yaml,
+    trace or profile) is removed with `replaces`; otherwise it raises ValueError.
     """
     settings = [*settings]
+    made_of, kept = point_of(settings, config_dir), folder.with_name(f"{folder.name}{POINT}")
     if status_of(folder) == OK:
-        found = load(folder)
-        made_of = found.provenance["overrides"], found.provenance["commit"]
-        if made_of == (settings, commit()["commit"]):
-            return found
+        if kept.is_file() and kept.read_text(encoding="utf-8") == made_of:
+            return load(folder)
+        told = f"{folder} holds a run of other settings, code, yaml, trace or profile"
         if not replaces:
-            raise ValueError(
-                f"{folder} holds a run of other settings or of another commit; take another folder"
-            )
-        log.warning("%s: a run of other settings or of another commit is replaced", folder)
+            raise ValueError(f"{told}; take another folder")
+        log.warning("%s: it is replaced", told)
     cleared(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(made_of, encoding="utf-8")
     run_experiment(composed(settings, config_dir), folder)
     return load(folder)
+
+
+def point_of(settings: Sequence[str], config_dir: str | None = None) -> str:
+    """The hash of a point: its configuration, the files that it names, and the code."""
+    point = composed([*settings], config_dir)
+    folders = tuple(Path(folder).resolve() for folder in point.folders)
+    return point_key(with_absolute_paths(point.config), folders)
 
 
 def cleared(folder: Path) -> None:
@@ -115,10 +125,19 @@ def calibrated(
         if is_steady(pd.read_csv(folder / "errors.csv", index_col="class")):
             tell("calibrated")
             return folder
-        number = len(list(folder.parent.glob(f"{folder.name}-unsteady*")))
-        folder.rename(folder.with_name(f"{folder.name}-unsteady{number}"))
+        discard(folder)
         tell("the machine changed during the calibration, which is discarded and repeated")
     raise RunFailed(f"{folder}: no steady calibration in {ATTEMPTS}; go on there at a quieter time")
+
+
+def discard(folder: Path) -> None:
+    """Renames a folder whose machine was not steady; it stays beside its repeat."""
+    folder.rename(folder.with_name(f"{folder.name}-unsteady{num_discarded(folder)}"))
+
+
+def num_discarded(folder: Path) -> int:
+    """How often a calibration or a capacity was discarded, by what stays beside its folder."""
+    return len(list(folder.parent.glob(f"{folder.name}-unsteady*")))
 
 
 def clock_of(profile: Path) -> str:
@@ -145,6 +164,28 @@ def capacity(
     kept = [word for word in settings if not word.lstrip("+").startswith(("arrival=", "arrival."))]
     done = run((*kept, *backend, "arrival=all_at_once"), folder, replaces, config_dir)
     return float(summary(done)["request_throughput"])
+
+
+def steady_capacity(
+    settings: Sequence[str],
+    backend: Sequence[str],
+    folder: Path,
+    tell: Tell,
+    config_dir: str | None = None,
+) -> float:
+    """The capacity, measured on a steady machine: the rates of all loads rest on it.
+
+    Discarded runs stay beside it. RunFailed after ATTEMPTS unsteady runs.
+    """
+    for _ in range(ATTEMPTS):
+        found = capacity(settings, backend, folder, config_dir=config_dir)
+        moved = drift(load(folder))
+        if moved is None or counts(moved):
+            tell(f"capacity {found:.3g} requests/s")
+            return found
+        discard(folder)
+        tell(f"capacity: probes moved {moved:.1%}: discarded, and repeated")
+    raise RunFailed(f"{folder}: no steady run in {ATTEMPTS}; go on there at a quieter time")
 
 
 def reruns(case: Case, backend: Sequence[str], count: int, tell: Tell) -> list[Rerun]:

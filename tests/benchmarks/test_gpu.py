@@ -240,7 +240,7 @@ def test_a_run_of_other_settings_is_replaced_only_on_request(tmp_path: Path) -> 
     folder, words = tmp_path / "run", ["limit=2", "model=micro_llama", f"cache={tmp_path}"]
     first = protocol.run(words, folder)
     assert protocol.run(words, folder).provenance == first.provenance
-    with pytest.raises(ValueError, match="of other settings or of another commit"):
+    with pytest.raises(ValueError, match="of other settings, code, yaml, trace or profile"):
         protocol.run([*words, "seed=3"], folder)
     other = protocol.run([*words, "seed=3"], folder, replaces=True)
     assert other.provenance["seed"] == 3 == load(folder).provenance["seed"]

@@ -20,6 +20,8 @@ from tandem.cli.fidelity import loads_of, num_pieces, plan_of, progress, workloa
 from tandem.fidelity import protocol
 from tandem.wiring import profile, workload
 from tests.support.short_trace import SHORT, write_short
+from traces.serving.request import Request
+from traces.store import write_trace
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/shortest_prompt_first"
 OWN = ("--config-dir", str(EXAMPLE / "conf"), "scheduling=shortest", "scheduling.max_jobs=4")
@@ -78,7 +80,7 @@ def report() -> dict[str, Any]:
 def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     drifts: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drifts(0.2, 0.002)
+    drifts(0.05, 0.001, 0.2, 0.002)  # two runs of the capacity, two judged ones
     status = fidelity(*OWN, "--load", "0.5", "--reruns", "1")
     out, err = capsys.readouterr()
     assert status in (0, 1) and "to go on" not in err, err
@@ -87,6 +89,7 @@ def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     assert status == int(bool(failed))
     assert out.splitlines()[-1] == "report: out/report/report.html"
     assert found["headline"] in out and "discarded" in out
+    assert found["discarded"] == {"calibrations": 0, "capacity_runs": 1, "judged_runs": 1}
     # capacity: all at once; the judged runs arrive at half of it
     at_once = load("out/capacity").requests
     assert found["capacity"] == pytest.approx(10e9 / at_once["finish_ns"].max())
@@ -118,7 +121,7 @@ def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     assert len(figure) == 2 * len(JUDGED)
     # the command goes on in its folder: what is there is not done again, and more may be asked for
     began = {path: path.stat().st_mtime_ns for path in Path("out").rglob("status.json")}
-    drifts(0.2, 0.002, 0.003)
+    drifts(0.001, 0.2, 0.002, 0.003)
     fidelity(*OWN, "--load", "0.5", "--reruns", "2")
     again = {path: path.stat().st_mtime_ns for path in Path("out").rglob("status.json")}
     assert {str(path.relative_to("out/load-50")) for path in {*again} - {*began}} == {
@@ -141,6 +144,42 @@ def test_a_killed_measurement_says_how_to_go_on(
     assert not Path("out/.lock").exists()
     assert main(["fidelity", *SMALL, "seed=3", "--out", "out"]) == 2
     assert "another workload is judged in it (model=micro_llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", ["mine/rule.py", "mine/conf/slo/own.yaml", "short.parquet"])
+def test_a_folder_is_not_gone_on_with_where_code_yaml_or_trace_has_changed(
+    changed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal words and an equal commit are not enough: the user's files are in neither."""
+    own = ["--config-dir", "mine/conf", "slo=own"]
+    Path("mine/conf/slo").mkdir(parents=True)
+    Path("mine/rule.py").touch()
+    Path("mine/conf/slo/own.yaml").write_text("ttft_s: 1\ntpot_s: 1")
+    monkeypatch.setattr("tandem.cli.fidelity.measured", lambda *_: exit(3))
+    for _ in range(2):  # where nothing has changed, the second begins too
+        with pytest.raises(SystemExit):
+            fidelity(*own)
+    if changed == "short.parquet":
+        write_trace(changed, [Request(i, 0, 20, 5) for i in range(12)], {"rule": "none"})
+    else:
+        Path(changed).write_text(Path(changed).read_text() + "0")
+    capsys.readouterr()
+    assert fidelity(*own) == 2
+    told = capsys.readouterr().err
+    assert "the code, a yaml file or the trace has changed since" in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_folder_of_an_earlier_version_is_of_other_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its settings.json is a list of words."""
+    Path("out").mkdir()
+    Path("out/settings.json").write_text(json.dumps(workload_of(SMALL, "0.5", 1).measuring))
+    assert fidelity() == 2
+    assert "the code, a yaml file or the trace has changed since" in capsys.readouterr().err
+    assert fidelity("seed=3") == 2
+    assert "another workload is judged in it (model=micro" in capsys.readouterr().err
 
 
 def test_a_folder_with_something_else_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

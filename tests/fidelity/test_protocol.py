@@ -116,7 +116,7 @@ def test_an_unsteady_calibration_is_discarded_and_repeated(
     monkeypatch.setattr(protocol, "composed", lambda *given: SimpleNamespace())
     made = protocol.calibrated([], tmp_path / "profile", 2, told.append)
     assert made == tmp_path / "profile"
-    assert len(list(tmp_path.glob("profile-unsteady*"))) == 2
+    assert protocol.num_discarded(made) == 2 == len(list(tmp_path.glob("profile-unsteady?")))
     assert [text.split()[0] for text in told] == ["the", "the", "calibrated"]
     assert protocol.calibrated([], tmp_path / "profile", 2, untold) == made, "it is there"
     totals = iter([0.5] * ATTEMPTS)
@@ -132,6 +132,23 @@ def test_a_capacity_is_that_of_all_requests_at_once_whatever_arrivals_are_chosen
     done = load(tmp_path / "run")
     assert done.requests["arrival_ns"].eq(0).all()
     assert found == pytest.approx(2e9 / done.requests["finish_ns"].max())
+
+
+def test_a_capacity_of_a_machine_that_drifts_is_discarded_and_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, folder, told = ("limit=2", "model=micro_llama"), tmp_path / "capacity", list[str]()
+    drifts = iter([0.2, 0.031, 0.03, 0.03])
+    monkeypatch.setattr(protocol, "drift", lambda run: next(drifts))
+    found = protocol.steady_capacity(words, (), folder, told.append)
+    assert [text.startswith("capacity: probes moved") for text in told] == [True, True, False]
+    assert protocol.num_discarded(folder) == 2
+    began_ns = (folder / "status.json").stat().st_mtime_ns
+    assert protocol.steady_capacity(words, (), folder, untold) == found
+    assert (folder / "status.json").stat().st_mtime_ns == began_ns, "it is there"
+    drifts = iter([0.2] * ATTEMPTS)
+    with pytest.raises(RunFailed, match="no steady run in 6; go on there"):
+        protocol.steady_capacity(words, (), tmp_path / "other", untold)
 
 
 def test_a_profile_that_has_grown_predicts_anew(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +12,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.distance import STEADY
 from analysis.fidelity import (
     COLUMNS,
     FIGURES,
+    JUDGED,
+    KV_PEAK_BAR,
+    LATENCY_BAR,
+    NEVER_ABOVE,
+    THROUGHPUT_BAR,
+    TTFT_BAR,
+    TTFT_UP_TO,
     Fidelity,
     JudgedLoad,
     Pair,
@@ -25,6 +35,7 @@ from analysis.fidelity import (
 )
 from analysis.pages.fidelity_page import headline, write_fidelity_report
 from analysis.run import load
+from tandem.cli.fidelity import told
 from tests.support.synthetic import TWO, write
 
 
@@ -70,8 +81,22 @@ def test_ttft_is_judged_up_to_half_the_capacity_and_percentiles_never() -> None:
     assert len(unjudged) == 9 and all(bars(row(figure), True) is None for figure in unjudged)
 
 
+@pytest.mark.parametrize("figure", ["request_throughput", "mean_tpot_s", "kv_peak_pages"])
+def test_an_error_that_is_no_number_fails_its_bar(figure: str) -> None:
+    """The prediction lacks a figure that was measured, so nothing shows that the bar holds."""
+    assert judgement(used(figure, float("nan"))) == "fail"
+    assert judgement(used("p99_e2e_s", float("nan"))) == "", "without a bar there is no verdict"
+
+
 def test_a_run_counts_up_to_three_percent_of_drift() -> None:
     assert counts(0.03) and not counts(0.0301)
+
+
+def test_the_guide_tells_no_percentage_but_those_of_the_rules() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/guide/fidelity.md").read_text()
+    rules = (THROUGHPUT_BAR, KV_PEAK_BAR, TTFT_BAR, LATENCY_BAR, NEVER_ABOVE, TTFT_UP_TO, STEADY)
+    found = {float(number) for number in re.findall(r"([\d.]+) %", text)}
+    assert found == {100 * rule for rule in rules}
 
 
 def load_with(*rows: tuple[str, float, float]) -> JudgedLoad:
@@ -79,15 +104,16 @@ def load_with(*rows: tuple[str, float, float]) -> JudgedLoad:
         [("50 %", figure, value, error, error, 0.0) for figure, value, error in rows],
         columns=COLUMNS,
     )
-    return JudgedLoad("50 %", 0.5, 2.0, judged(table, True), pd.DataFrame())
+    reruns = pd.DataFrame(columns=["rerun", "counts"])
+    return JudgedLoad("50 %", 0.5, 2.0, judged(table, True), reruns)
 
 
 def test_a_headline_names_what_fails() -> None:
     good = Fidelity(4.0, (load_with(("request_throughput", 2.0, 0.001)),))
     assert headline(good).startswith("Every bar holds. At 50 % of the capacity: throughput +0.1 %.")
     bad = load_with(("request_throughput", 2.0, 0.03), ("kv_peak_replayed_equal", 0.0, 0.0))
-    told = headline(Fidelity(4.0, (bad,)))
-    assert told.startswith(
+    found = headline(Fidelity(4.0, (bad,)))
+    assert found.startswith(
         "Beyond the bar: throughput at 50 %, peak KV of replayed plans at 50 %. At 50 %"
     )
 
@@ -98,13 +124,15 @@ def test_too_few_steady_reruns_fail() -> None:
     assert "no steady rerun" in headline(Fidelity(4.0, (load,)))
 
 
-def rerun(folder: Path, number: int, moved: float, pace: float = 1.0) -> Rerun:
+def rerun(
+    folder: Path, number: int, moved: float, pace: float = 1.0, outputs: Sequence[int] = TWO.outputs
+) -> Rerun:
     """A run of the toy engine with memory rows at issues, and its prediction by slower steps."""
     found = []
     for name, factor in (("measured", 1.0), ("predicted", pace)):
         probed = {"probe_ratios": {"decode": 1 + moved}}
         toy = replace(TWO, provenance=probed, factor=lambda step, f=factor: f)
-        run = load(write(folder / f"{name}{number}", toy))
+        run = load(write(folder / f"{name}{number}", toy, outputs=outputs))
         booked = run.memory.assign(cause="issue")
         found.append(replace(run, memory=pd.concat([run.memory, booked])))
     measured, predicted = found
@@ -115,12 +143,15 @@ def rerun(folder: Path, number: int, moved: float, pace: float = 1.0) -> Rerun:
 def test_a_page_shows_verdicts_and_discarded_reruns(tmp_path: Path) -> None:
     """Steps that are predicted 4 % too long: the toy's TPOT and E2E follow, its KV does not."""
     reruns = [rerun(tmp_path, 0, 0.5), rerun(tmp_path, 1, 0.0, 1.04)]
-    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, reruns, 1),))
+    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, reruns, 1),), 3, 2)
     page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {"commit": "abc"})
     text = page.read_text()
+    counted = "Discarded on an unsteady machine: calibrations 3, capacity runs 2, judged runs 1."
+    assert counted in text and counted in told(found)
     assert "Beyond the bar: throughput at 50 %." in text and "abc" in text
     assert text.count("no: the machine drifted") == 1
     said = json.loads((page.parent / "fidelity.json").read_text())
+    assert said["discarded"] == {"calibrations": 3, "capacity_runs": 2, "judged_runs": 1}
     assert said["loads"][0]["steady_reruns"] == 1
     errors = {row["figure"]: row for row in said["loads"][0]["figures"]}
     assert errors["mean_tpot_s"]["error"] == pytest.approx(0.04)
@@ -134,3 +165,16 @@ def test_a_page_without_a_steady_rerun_says_so(tmp_path: Path) -> None:
     page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {})
     assert "Beyond the bar: steady reruns at 50 %" in page.read_text()
     assert "Percentiles" not in page.read_text() and found.failed == ["steady reruns at 50 %"]
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_answers_of_one_token_are_judged_without_tpot(tmp_path: Path) -> None:
+    """TPOT is the time between tokens: one token has none, and the page says so."""
+    reruns = [rerun(tmp_path, 0, 0.0, outputs=(1, 1)), rerun(tmp_path, 1, 0.5, outputs=(1, 1))]
+    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, reruns, 1),))
+    page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {})
+    note = "Not judged, as no request has it: mean TPOT."
+    assert headline(found).startswith("Every bar holds.") and note in headline(found)
+    assert note in page.read_text() and note in told(found)
+    figure = pd.read_csv(tmp_path / "report/figures/errors.csv")
+    assert {*figure["figure"]} == {*JUDGED} - {"mean_tpot_s"}

@@ -92,7 +92,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "tandem.fidelity": {
         *("analysis", "tandem.config", "tandem.wiring"),
-        *("tandem.cli.errors", "tandem.cli.compare"),
+        *("tandem.sweeps.point", "tandem.cli.errors", "tandem.cli.compare"),
     },
     "tandem.cli": {
         *("traces", "engine", "policies", "sim", "analysis"),
