@@ -94,7 +94,9 @@ def method(found: Against) -> str:
         lengths = sorted({text.partition(",")[0] for text in known if text.startswith("blocks")})
         sizes = [float(text.split()[2]) for text in lengths]
         if not sizes:
-            return "The requests of both sides have equal latencies: no interval is needed."
+            is_equal = all(row.interval.value == 0 for row in found.rows if row.stat != "run")
+            why = "are equal" if is_equal else "have too few blocks of requests for an interval"
+            return f"Latencies of one trace a side {why}."
         return (
             "95 % intervals are over blocks of consecutive requests of one run a side (stationary "
             f"bootstrap, Politis and White's mean length: {min(sizes):.3g} to {max(sizes):.3g})."

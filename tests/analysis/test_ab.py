@@ -223,7 +223,9 @@ def test_one_request_that_is_equal_needs_no_seeds(make: Maker) -> None:
     runs = [make("a", **one), make("b", {"pace": 2.0}, **one)]
     (found,) = against_baseline(runs)
     assert {row.verdict for row in found.rows} == {"no difference shown", "equal"}
+    assert told.method(found) == "Latencies of one trace a side are equal."
     (slower,) = against_baseline([runs[0], make("c", {"pace": 2.0}, **one, **slow(2.0))])
+    assert "too few blocks" in told.method(slower)
     assert slower.row("e2e").verdict == "needs seeds"  # type: ignore[union-attr]
     assert replace(slower.rows[0], interval=Interval(float("nan"))).verdict == "no value"
 
