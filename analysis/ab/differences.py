@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isclose, isnan
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from analysis.ab.groups import Key, RunGroup, grouped, letter, pairs
+from analysis.ab.groups import RunGroup, grouped, has_one_policy, letter, pairs
 from analysis.ab.intervals import Interval, Statistic, over_blocks, over_groups, over_pairs
 from analysis.classes import limits_in, met
 from analysis.metrics import goodput, latencies, throughput
@@ -53,6 +54,7 @@ class FigureDifference:
     b: float
     interval: Interval
     has_few: bool = False  # a percentile of so few requests that one of them decides it
+    is_neutral: bool = False  # a prediction beside its measurement: neither is better
 
     @property
     def relative(self) -> float:
@@ -64,12 +66,14 @@ class FigureDifference:
     @property
     def verdict(self) -> str:
         """better or worse, of B; higher or lower where neither is better; else what is missing."""
+        if isnan(self.interval.value):
+            return "no value"
         if not self.interval.is_known:
-            return "needs seeds"
+            return "equal" if self.interval.value == 0 else "needs seeds"
         if not self.interval.excludes_zero:
             return "no difference shown"
         is_more, more = self.interval.value > 0, MORE_IS_BETTER.get(self.metric)
-        if more is None:
+        if more is None or self.is_neutral:
             return "higher" if is_more else "lower"
         return "better" if is_more == more else "worse"
 
@@ -79,13 +83,15 @@ class Against:
     """One group beside the baseline.
 
     rows      every metric
-    requests  a row per seed and request that both runs finished: `<metric>_s_a`, `_s_b` and
-              `<metric>_difference_s`, with prompt_tokens, slo, arrival_s and third
+    requests  a row per trace and request that both sides finished: `<metric>_s_a`, `_s_b` and
+              `<metric>_difference_s`, with prompt_tokens, slo, arrival_s and third; means where
+              a side has reruns
     classes   `winners`
-    seeds     pairs of runs of one seed; 0: the groups have no seed in common
+    seeds     traces of which both sides have runs; 0: the groups have none in common
     load      the largest of all runs, see `load`
     left_out  requests that one run of a pair finished and the other did not
     letter    of the group that is not the baseline, in words and figures
+    unpaired  runs of A and of B that are not used: the other side has no run of their trace
     """
 
     a: RunGroup
@@ -96,12 +102,23 @@ class Against:
     seeds: int
     load: float
     left_out: int
+    unpaired: tuple[int, int] = (0, 0)
     letter: str = "B"
 
     @property
     def is_one_pair(self) -> bool:
-        """Whether each side has one run that counts."""
-        return len(self.a.runs) == len(self.b.runs) == 1
+        """Whether each side has one trace that counts."""
+        return len(self.a.traces) == len(self.b.traces) == 1
+
+    @property
+    def is_prediction(self) -> bool:
+        """Whether one side simulates what the other measured: no comparison of settings."""
+        return self.is_across_backends and has_one_policy(_any(self.a), _any(self.b))
+
+    @property
+    def is_across_backends(self) -> bool:
+        """Whether one side is simulated and the other measured."""
+        return _any(self.a).is_measured != _any(self.b).is_measured
 
     @property
     def needs_seeds(self) -> bool:
@@ -122,33 +139,56 @@ def against_baseline(runs: Sequence[RunFacts]) -> list[Against]:
     first, *others = grouped(runs)
     if not others:
         raise ValueError(f"all {len(runs)} runs have the setting {first.name}: nothing differs")
+    if not any(_has_done_work(run) for run in runs):
+        raise ValueError(
+            f"no request finished in any of these {len(runs)} runs: nothing to compare, see "
+            "status.json of each for the reason"
+        )
     return [against(first, other, letter(i)) for i, other in enumerate(others, start=1)]
 
 
+def _has_done_work(run: RunFacts) -> bool:
+    is_trained = run.has("training") and run.rows("training") > 0
+    return is_trained or bool(run.columns("requests", ("status",))["status"].is_("finished").any())
+
+
 def against(a: RunGroup, b: RunGroup, own: str = "B") -> Against:
-    """Two groups: paired by seed where they share any, else as independent runs."""
-    keys = pairs(a, b)
-    one, two = _kept(a, keys, b), _kept(b, keys, a)
-    found = {run: request_rows(run) for run in (*one.runs.values(), *two.runs.values())}
+    """Two groups: paired by trace where they share any, else as independent traces.
+
+    Runs of one trace are averaged first: they tell of a machine's noise and not of chance.
+    """
+    traces = pairs(a, b)
+    one, two = _kept(a, traces, b), _kept(b, traces, a)
+    sides = [
+        {trace: _averaged(runs) for trace, runs in group.traces.items()} for group in (one, two)
+    ]
     parts, left_out = [], 0
-    for key in keys:
-        both, odd = _joined(found[one.runs[key]], found[two.runs[key]])
-        parts.append(both.assign(seed=key[0]))
+    for trace in traces:
+        both, odd = _joined(sides[0][trace], sides[1][trace])
+        parts.append(both.assign(seed=str(one.traces[trace][0].config.get("seed", ""))))
         left_out += odd
     requests = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-    if len(keys) == len(one.runs) == len(two.runs) == 1:
-        rows = _of_one_pair(one.runs[keys[0]], two.runs[keys[0]], requests)
+    if len(traces) == len(one.traces) == len(two.traces) == 1:
+        rows = _of_one_pair(one, two, requests)
     else:
-        rows = _of_seeds(one, two, keys, parts, found)
+        rows = _of_seeds(one, two, parts, sides)
     loads = [load(run) for run in (*one.runs.values(), *two.runs.values())]
-    classes = winners(requests)
-    return Against(one, two, rows, requests, classes, len(keys), max(loads), left_out, own)
+    unpaired = (len(a.runs) - len(one.runs), len(b.runs) - len(two.runs))
+    told = (requests, winners(requests), len(traces), max(loads), left_out, unpaired, own)
+    found = Against(one, two, rows, *told)
+    neutral = [replace(row, is_neutral=True) for row in rows]
+    return replace(found, rows=neutral) if found.is_prediction else found
 
 
-def _kept(own: RunGroup, keys: Sequence[Key], other: RunGroup) -> RunGroup:
-    """The runs that count: of paired seeds, unless groups of several have none or one paired."""
-    is_paired = len(keys) > 1 or (keys and min(len(own.runs), len(other.runs)) == 1)
-    return RunGroup(own.name, {key: own.runs[key] for key in keys}) if is_paired else own
+def _any(group: RunGroup) -> RunFacts:
+    return next(iter(group.runs.values()))
+
+
+def _kept(own: RunGroup, traces: Sequence[str], other: RunGroup) -> RunGroup:
+    """The runs that count: of paired traces, unless groups of several have none or one paired."""
+    is_paired = len(traces) > 1 or (traces and min(len(own.traces), len(other.traces)) == 1)
+    kept = {key: run for key, run in own.runs.items() if key[0] in traces}
+    return RunGroup(own.name, kept) if is_paired else own
 
 
 # ---- requests
@@ -171,6 +211,19 @@ def request_rows(run: RunFacts) -> pd.DataFrame:
     return frame.sort_values("arrival_s", kind="stable")
 
 
+def _averaged(runs: Sequence[RunFacts]) -> pd.DataFrame:
+    """The requests of the runs of one trace, with the means of what differs from run to run."""
+    frames = [request_rows(run) for run in runs]
+    out = frames[0]
+    if len(frames) == 1:
+        return out
+    alike = [frame.reindex(out.index) for frame in frames]
+    for name in (*(f"{metric}_s" for metric in LATENCIES), "preemptions", "is_met"):
+        out[name] = sum(frame[name].astype(float) for frame in alike) / len(alike)
+    out["is_finished"] = np.all([frame["is_finished"] for frame in alike], axis=0)
+    return out
+
+
 def _joined(a: pd.DataFrame, b: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     """Requests that finished in both, and how many finished in one alone."""
     is_both = a["is_finished"] & b["is_finished"].reindex(a.index)
@@ -182,7 +235,7 @@ def _joined(a: pd.DataFrame, b: pd.DataFrame) -> tuple[pd.DataFrame, int]:
         out[f"{metric}_s_a"], out[f"{metric}_s_b"] = left[f"{metric}_s"], right[f"{metric}_s"]
         out[f"{metric}_difference_s"] = right[f"{metric}_s"] - left[f"{metric}_s"]
     for name in ("preemptions", "is_met"):
-        out[f"{name}_a"], out[f"{name}_b"] = left[name].astype(int), right[name].astype(int)
+        out[f"{name}_a"], out[f"{name}_b"] = left[name].astype(float), right[name].astype(float)
     return out.reset_index(), odd
 
 
@@ -268,26 +321,37 @@ def _peak_bytes(run: RunFacts, kind: str) -> float:
     return float(use[use["pool"].str.startswith("gpu")]["peak"].max() if len(use) else 0.0)
 
 
-def _of_one_pair(a: RunFacts, b: RunFacts, requests: pd.DataFrame) -> list[FigureDifference]:
+def _mean_totals(runs: Sequence[RunFacts]) -> dict[str, float]:
+    """The means of the totals that all runs of a trace have."""
+    found = [totals(run) for run in runs]
+    shared = [name for name in found[0] if all(name in figures for figures in found)]
+    return {name: float(np.mean([figures[name] for figures in found])) for name in shared}
+
+
+def _of_one_pair(a: RunGroup, b: RunGroup, requests: pd.DataFrame) -> list[FigureDifference]:
     """Intervals over blocks of requests; throughput and peaks are single numbers without one."""
     rows = []
     for metric in LATENCIES:
         one, two = _pair(requests, metric)
-        for stat, of in STATISTICS.items() if len(one) else ():
-            found = over_blocks(one, two, of)
+        if not len(one):
+            continue
+        intervals = over_blocks(one, two, list(STATISTICS.values()))
+        for (stat, of), interval in zip(STATISTICS.items(), intervals, strict=True):
             figures = (float(of(one)), float(of(two)))
             rows.append(
-                FigureDifference(metric, stat, "s", *figures, found, is_few(stat, len(one)))
+                FigureDifference(metric, stat, "s", *figures, interval, is_few(stat, len(one)))
             )
-    one_run, two_run = totals(a), totals(b)
+    one_run, two_run = (_mean_totals([*group.runs.values()]) for group in (a, b))
     for name in (name for name in UNITS if name in one_run and name in two_run):
         left, right = one_run[name], two_run[name]
         found = Interval(right - left)
         if name in DRAWN and len(requests):
             of, column = DRAWN[name]
             one, two = (requests[f"{column}_{side}"].to_numpy(float) for side in "ab")
-            drawn_from = over_blocks(one, two, of)
-            if drawn_from.value == found.value:  # of all requests, which both runs finished
+            (drawn_from,) = over_blocks(one, two, [of])
+            if isclose(
+                drawn_from.value, found.value, abs_tol=1e-12
+            ):  # of all requests, which both runs finished
                 found = drawn_from
         rows.append(FigureDifference(name, "run", UNITS[name], left, right, found))
     return rows
@@ -296,25 +360,26 @@ def _of_one_pair(a: RunFacts, b: RunFacts, requests: pd.DataFrame) -> list[Figur
 def _of_seeds(
     a: RunGroup,
     b: RunGroup,
-    keys: Sequence[Key],
     parts: Sequence[pd.DataFrame],
-    found: Mapping[RunFacts, pd.DataFrame],
+    found: Sequence[Mapping[str, pd.DataFrame]],
 ) -> list[FigureDifference]:
-    """Intervals over runs: of paired differences, or Welch's where no seed is shared."""
-    is_paired = len(keys) > 1 and len(keys) == len(a.runs) == len(b.runs)
+    """Intervals over traces: of paired differences, or Welch's where no trace is shared."""
+    is_paired = 1 < len(parts) == len(a.traces) == len(b.traces)
     rows = []
     for metric in LATENCIES:
         if is_paired:
             both = [_pair(part, metric) for part in parts]
             sides = [[pair[side] for pair in both] for side in (0, 1)]
         else:
-            sides = [_samples(found, group, metric) for group in (a, b)]
+            sides = [_samples(frames, metric) for frames in found]
         counts = [len(values) for side in sides for values in side]
         for stat, of in STATISTICS.items() if min(counts) else ():
             one, two = (np.array([float(of(values)) for values in side]) for side in sides)
             few = is_few(stat, min(counts))
             rows.append(_over_seeds(metric, stat, "s", one, two, is_paired, few))
-    one_runs, two_runs = ([totals(run) for run in group.runs.values()] for group in (a, b))
+    order = [*a.traces] if is_paired else [*b.traces]
+    one_runs = [_mean_totals(runs) for runs in a.traces.values()]
+    two_runs = [_mean_totals(b.traces[trace]) for trace in order]
     for name, unit in UNITS.items():
         if all(name in figures for figures in (*one_runs, *two_runs)):
             one, two = (np.array([f[name] for f in runs]) for runs in (one_runs, two_runs))
@@ -322,8 +387,8 @@ def _of_seeds(
     return rows
 
 
-def _samples(found: Mapping[RunFacts, pd.DataFrame], group: RunGroup, metric: str) -> list[Floats]:
-    return [found[run][f"{metric}_s"].dropna().to_numpy(float) for run in group.runs.values()]
+def _samples(found: Mapping[str, pd.DataFrame], metric: str) -> list[Floats]:
+    return [frame[f"{metric}_s"].dropna().to_numpy(float) for frame in found.values()]
 
 
 def _over_seeds(

@@ -19,15 +19,23 @@ OF_THE_WORK = ("trace", "arrival", "training", "limit")
 CLASS = "_target_"
 CHOICES = (CLASS, "name")  # settings that tell which option of a section a run has
 Settings = dict[str, Any]
-Key = tuple[str, int]  # the seed, and which run of that seed it is
+Key = tuple[str, int]  # the trace, and which run of that trace it is
 
 
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """The runs of one setting, by seed."""
+    """The runs of one setting, by trace."""
 
     name: str
     runs: Mapping[Key, RunFacts]
+
+    @property
+    def traces(self) -> dict[str, list[RunFacts]]:
+        """The runs of each trace; runs of one trace are no independent samples."""
+        found: dict[str, list[RunFacts]] = defaultdict(list)
+        for (trace, _), run in self.runs.items():
+            found[trace].append(run)
+        return found
 
 
 def letter(number: int) -> str:
@@ -46,8 +54,8 @@ def flat(config: Any, prefix: str = "") -> Settings:
 
 
 def is_seed(key: str) -> bool:
-    """Whether a setting is a seed."""
-    return key.rpartition(".")[2] == "seed"
+    """Whether a setting is a seed of the run; a seed of a policy is a setting of the policy."""
+    return key.rpartition(".")[2] == "seed" and key.partition(".")[0] not in DECIDES
 
 
 def differing(settings: Sequence[Settings]) -> list[str]:
@@ -81,17 +89,24 @@ def grouped(runs: Sequence[RunFacts]) -> list[RunGroup]:
     keys = [key for key in differing(settings) if not _is_ignored(key)]
     if _have_one_trace(runs):
         keys = [key for key in keys if not key.startswith("trace.")]
-    chosen = [key for key in keys if not is_seed(key)]
+    seeds = [key for key in keys if is_seed(key) or _follows_seed(key, settings)]
+    chosen = [key for key in keys if key not in seeds]
     if not chosen:
-        return _alike(runs, [key for key in keys if is_seed(key)])
+        return _alike(runs, seeds)
     parts: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, found in enumerate(settings):
         parts[tuple(repr(found.get(key, "-")) for key in chosen)].append(i)
     names = _distinct([_name(runs[own[0]], chosen, settings) for own in parts.values()])
     return [
-        RunGroup(name, _by_seed([runs[i] for i in own]))
+        RunGroup(name, _by_trace([runs[i] for i in own]))
         for name, own in zip(names, parts.values(), strict=True)
     ]
+
+
+def _follows_seed(key: str, settings: Sequence[Settings]) -> bool:
+    """Whether a policy's seed is that of its run, such as `seed: ${seed}`."""
+    is_seed_of_policy = key.rpartition(".")[2] == "seed"
+    return is_seed_of_policy and all(s.get(key, s.get("seed")) == s.get("seed") for s in settings)
 
 
 def _is_ignored(key: str) -> bool:
@@ -114,20 +129,31 @@ def _alike(runs: Sequence[RunFacts], seeds: Sequence[str]) -> list[RunGroup]:
     return [RunGroup(name, {("", 0): run}) for name, run in zip(names, runs, strict=True)]
 
 
-def _by_seed(runs: Sequence[RunFacts]) -> dict[Key, RunFacts]:
+def _by_trace(runs: Sequence[RunFacts]) -> dict[Key, RunFacts]:
     count: Counter[str] = Counter()
     found: dict[Key, RunFacts] = {}
     for run in runs:
-        seed = _seed(run)
-        found[(seed, count[seed])] = run
-        count[seed] += 1
+        trace = _trace(run)
+        found[(trace, count[trace])] = run
+        count[trace] += 1
     return found
+
+
+def _trace(run: RunFacts) -> str:
+    """What runs of one trace have in common: its hash, else the seed.
+
+    Training has no trace: a measured run of each seed is a sample of its own.
+    """
+    known = run.provenance.get("trace_hash")
+    is_sample = known is None or (run.is_measured and not run.rows("requests"))
+    return f"seed {_seed(run)}" if is_sample else str(known)
 
 
 def _seed(run: RunFacts) -> str:
     """The seeds of a run; those that are equal to the first are not repeated."""
-    seeds = [str(value) for key, value in flat(run.config).items() if is_seed(key)]
-    return "/".join(dict.fromkeys(seeds))
+    found = flat(run.config)
+    seeds = [found["seed"]] if "seed" in found else [v for k, v in found.items() if is_seed(k)]
+    return "/".join(dict.fromkeys(str(seed) for seed in seeds))
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -169,34 +195,42 @@ def _choice(key: str, own: Settings, words: Mapping[str, str]) -> str:
 
 
 # ---- whether two groups did the same work
-def pairs(a: RunGroup, b: RunGroup) -> list[Key]:
-    """The seeds of which both groups have a run.
+def pairs(a: RunGroup, b: RunGroup) -> list[str]:
+    """The traces of which both groups have runs.
 
     Raises:
         ValueError: Runs of one seed that replay different traces, or groups of other workloads.
     """
-    keys = [key for key in a.runs if key in b.runs]
-    for key in keys:
-        _check_one_trace(a.runs[key], b.runs[key])
-    if not keys:
+    found = [trace for trace in a.traces if trace in b.traces]
+    for trace in found:
+        _check_one_trace(a.traces[trace][0], b.traces[trace][0])
+    seeds = {_seed(run): run for run in b.runs.values()}
+    for run in a.runs.values():
+        if _seed(run) in seeds:
+            _check_one_hash(run, seeds[_seed(run)])
+    if not found:
         one, two = (flat(next(iter(g.runs.values())).config) for g in (a, b))
         odd = [k for k in differing([one, two]) if k.partition(".")[0] in OF_THE_WORK]
         if odd := [key for key in odd if not is_seed(key)]:
             raise ValueError(f"{a.name} and {b.name} have other work to do: {odd[0]} differs")
-    return keys
+    return found
 
 
-def _check_one_trace(a: RunFacts, b: RunFacts) -> None:
+def _check_one_hash(a: RunFacts, b: RunFacts) -> None:
     hashes = [run.provenance.get("trace_hash") for run in (a, b)]
-    told = f"{a.name} and {b.name} replay different traces"
     if None not in hashes and hashes[0] != hashes[1]:
         keys = differing([flat(a.config), flat(b.config)])
         odd = [key for key in keys if key.partition(".")[0] in OF_THE_WORK]
         why = f" ({odd[0]} differs)" if odd else ""
+        told = f"{a.name} and {b.name} replay different traces{why}"
         one = f"; compare one of them: {command}" if (command := _of_one_trace(a, b, odd)) else ""
-        raise ValueError(f"{told}{why}: compare runs of one trace, one load and one seed{one}")
+        raise ValueError(f"{told}: compare runs of one trace, one load and one seed{one}")
+
+
+def _check_one_trace(a: RunFacts, b: RunFacts) -> None:
     rows = [_prompts(run.columns("requests", ("request_id", "prompt_tokens"))) for run in (a, b)]
     if rows[0] != rows[1]:
+        told = f"{a.name} and {b.name} replay different traces"
         raise ValueError(f"{told} (their requests differ): compare runs of one trace")
 
 

@@ -8,9 +8,10 @@ autocorrelations (Politis and White 2004, as corrected by Patton, Politis and Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, lgamma, log, log1p, log10, sqrt
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ Statistic = Callable[[Floats], float]
 
 LEVEL = 0.95
 DRAWS, LEAST_DRAWS = 1000, 200
-MOST_DRAWN = 200_000_000  # numbers in all draws of a bootstrap; beyond it there are fewer draws
+LEAST_BLOCKS = 30  # with fewer a bootstrap is too narrow: no interval
+MOST_DRAWN = 20_000_000  # numbers in all draws of a bootstrap; beyond it there are fewer draws
 FRACTION = 1e-15  # to which the continued fraction of the incomplete beta function is evaluated
 
 
@@ -102,7 +104,7 @@ def over_pairs(differences: Floats, level: float = LEVEL) -> Interval:
         return Interval(mean)
     half = t_quantile((1 + level) / 2, count - 1) * float(np.std(differences, ddof=1))
     half /= sqrt(count)
-    return Interval(mean, mean - half, mean + half, f"t over {count} paired seeds")
+    return Interval(mean, mean - half, mean + half, f"Student's t over {count} paired seeds")
 
 
 def over_groups(a: Floats, b: Floats, level: float = LEVEL) -> Interval:
@@ -112,7 +114,7 @@ def over_groups(a: Floats, b: Floats, level: float = LEVEL) -> Interval:
         return Interval(mean)
     parts = [float(np.var(values, ddof=1)) / len(values) for values in (a, b)]
     squared = sum(parts)
-    method = f"Welch over {len(a)} and {len(b)} seeds"
+    method = f"Welch's t over {len(a)} and {len(b)} seeds"
     if squared == 0:
         return Interval(mean, mean, mean, method)
     weights = [part**2 / (len(v) - 1) for part, v in zip(parts, (a, b), strict=True)]
@@ -162,29 +164,43 @@ def block_indices(count: int, length: float, rng: np.random.Generator) -> Ints:
 
 
 def over_blocks(
-    a: Floats, b: Floats, statistic: Statistic, seed: int = 0, level: float = LEVEL
-) -> Interval:
+    a: Floats, b: Floats, statistics: Sequence[Statistic], seed: int = 0, level: float = LEVEL
+) -> list[Interval]:
     """statistic(b) - statistic(a) of paired values in order of time, and its interval.
+
+    Fewer than LEAST_BLOCKS blocks give no interval. The percentile interval is widened about the
+    median of the draws as Student's t with one degree less than there are blocks is wider than
+    the normal distribution.
 
     Args:
         a: values of the first run, in the order of arrival.
         b: values of the second run for the same requests.
-        statistic: a figure of values, such as their mean.
+        statistics: figures of values, such as their mean; all are of the same draws.
         seed: of the draws; equal input gives equal intervals.
         level: probability that the interval is to have.
 
     Returns:
-        The difference with the percentile interval of its draws.
+        The difference of each statistic with its interval.
     """
-    value = float(statistic(b) - statistic(a))
+    values = [float(of(b) - of(a)) for of in statistics]
     count = len(a)
-    if count < 2:
-        return Interval(value)
+    if count and np.array_equal(a, b):
+        return [Interval(value, value, value, "equal values") for value in values]
     length = block_length(b - a)
+    blocks = count / length
+    if blocks < LEAST_BLOCKS:
+        return [Interval(value) for value in values]
     rng = np.random.default_rng(seed)
     draws = int(min(DRAWS, max(LEAST_DRAWS, MOST_DRAWN // count)))
-    drawn = [block_indices(count, length, rng) for _ in range(draws)]
-    found = np.array([statistic(b[at]) - statistic(a[at]) for at in drawn])
-    low, high = np.quantile(found, ((1 - level) / 2, (1 + level) / 2))
+    drawn = np.empty((draws, len(statistics)))
+    for row in drawn:
+        at = block_indices(count, length, rng)
+        one, two = a[at], b[at]
+        row[:] = [of(two) - of(one) for of in statistics]
+    upper = (1 + level) / 2
+    low, middle, high = np.quantile(drawn, (1 - upper, 0.5, upper), axis=0)
+    wider = t_quantile(upper, blocks - 1) / NormalDist().inv_cdf(upper)
+    low, high = middle - wider * (middle - low), middle + wider * (high - middle)
     method = f"blocks of {length:.3g} requests, {draws} draws"
-    return Interval(value, float(low), float(high), method)
+    rows = zip(values, low.tolist(), high.tolist(), strict=True)
+    return [Interval(*row, method) for row in rows]

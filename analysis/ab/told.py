@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import isnan, nan
 
 from analysis.ab.differences import BUSY, BY_TIME, Against, FigureDifference
+from analysis.ab.groups import RunGroup
 from analysis.verdicts import LATENCY_NAMES, amount, percent
 
 METRIC_NAMES = {
@@ -92,16 +93,36 @@ def method(found: Against) -> str:
     if found.is_one_pair:
         lengths = sorted({text.partition(",")[0] for text in known if text.startswith("blocks")})
         sizes = [float(text.split()[2]) for text in lengths]
+        if not sizes:
+            is_equal = all(row.interval.value == 0 for row in found.rows if row.stat != "run")
+            why = "are equal" if is_equal else "have too few blocks of requests for an interval"
+            return f"Latencies of one trace a side {why}."
         return (
             "95 % intervals are over blocks of consecutive requests of one run a side (stationary "
             f"bootstrap, Politis and White's mean length: {min(sizes):.3g} to {max(sizes):.3g})."
         )
-    return f"95 % intervals are Student's {known[0]}."
+    return f"95 % intervals are by {known[0]}."
 
 
 def notes(found: Against) -> list[str]:
     """What a reader must know beside the table."""
     out = []
+    if found.is_across_backends:
+        kinds = ["measured" if _is_measured(group) else "simulated" for group in (found.a, found.b)]
+        out.append(f"A is {kinds[0]}, B is {kinds[1]}.")
+    if found.is_prediction:
+        out.append("Both have one policy: the difference is the prediction's error.")
+    for letter, group, unpaired in zip("AB", (found.a, found.b), found.unpaired, strict=True):
+        if len(group.runs) > len(group.traces):
+            reruns = f"{len(group.runs)} runs of {len(group.traces)} distinct traces"
+            if len(group.traces) == 1:
+                reruns = f"{len(group.runs)} reruns of one trace"
+            out.append(f"{letter} has {reruns}: they are averaged, and a trace counts once.")
+        if unpaired:
+            out.append(
+                f"{unpaired} run{'s' * (unpaired > 1)} of {letter} left out: "
+                "the other side has no run of the trace."
+            )
     if found.needs_seeds:
         out.append(
             f"load {100 * found.load:.0f} %, above {100 * BUSY:.0f} %: the queue seldom empties, "
@@ -110,6 +131,8 @@ def notes(found: Against) -> list[str]:
         )
     if found.left_out:
         out.append(f"{found.left_out} requests finished on one side alone and are left out.")
+    if found.seeds and found.requests.empty and found.row("mean_train_step", "run") is None:
+        out.append("No request finished on both sides.")
     return out
 
 
@@ -126,13 +149,15 @@ def findings(found: Against) -> str:
     shown = sorted([*rows, *percentiles], key=lambda row: HEADLINE.index(row.metric))
     is_known = {row.metric: row.interval.is_known for row in rows}
     better, worse = ([_part(row) for row in shown if row.verdict == one] for one in _SHOWN)
-    same = [_short(row) for row in rows if is_known[row.metric] and row.verdict not in _SHOWN]
+    same = [_short(row) for row in rows if row.verdict == "no difference shown"]
     text, own = "", found.letter
     if better:
         text += f"{own} is better in {_listed(better)}. "
     if worse:
         text += f"{own} is worse in {_listed(worse)}. "
-    if (better or worse) and not found.needs_seeds:
+    if (better or worse) and found.is_one_pair and not found.needs_seeds:
+        text += "Within these runs of one trace, the intervals leave out 0; seeds would tell more. "
+    elif (better or worse) and not found.needs_seeds:
         text += "Chance alone seldom does that: these 95 % intervals leave out 0. "
     elif better or worse:
         text += "That could still be chance. "
@@ -140,7 +165,7 @@ def findings(found: Against) -> str:
         text += f"No difference is shown in {_listed(same)}"
         is_equal = all(row.interval.value == 0 for row in found.rows)
         text += ": all figures are equal. " if is_equal else ": what there is may be chance. "
-    if not any(is_known.values()):
+    if rows and not any(is_known.values()):
         parts = [f"{_short(row)} ({share(row.relative)})" for row in rows]
         text += f"{own} differs in {_listed(parts)}: without an interval that may be chance. "
     few = [f"{FEW}."] if any(row.has_few for row in percentiles) else []
@@ -155,6 +180,10 @@ def is_told_apart(row: FigureDifference, mean: FigureDifference | None) -> bool:
 
 
 _SHOWN = ("better", "worse")
+
+
+def _is_measured(group: RunGroup) -> bool:
+    return next(iter(group.runs.values())).is_measured
 
 
 def _part(row: FigureDifference) -> str:

@@ -12,7 +12,8 @@ rate over that served when all requests are there at once.
    widens the spread of the share and leaves its mean.
 3. Durations 3 % longer, SEEDS seeds a side, paired: each of the three means must be told worse in
    80 % of the trials, whose seeds are disjoint.
-4. One pair of runs above 90 % load says that its intervals need seeds.
+4. For one comparison of each kind `against`, which `tandem compare` uses, gives those intervals.
+5. One pair of runs above 90 % load says that its intervals need seeds.
 
 The value is the share of 2. that lies farthest from 5 %.
 """
@@ -129,6 +130,33 @@ def false_alarms(pool: Floats, comparisons: int, method: Method, seed: int) -> F
     return shares
 
 
+def is_as_compared(rate: float) -> bool:
+    """Whether `against` gives the intervals of 2. and 3. for the same runs."""
+    seeds = range(2 * GROUP)
+    plain, slow = (
+        {(str(seed), 0): run(requests_of(seed, rate, REQUESTS), factor, True) for seed in seeds}
+        for factor in (1.0, SLOWER)
+    )
+    halves = [*plain.items()][:GROUP], [*plain.items()][GROUP:]
+    apart = against(*(RunGroup(name, dict(h)) for name, h in zip("AB", halves, strict=True)))
+    paired = against(RunGroup("A", plain), RunGroup("B", slow))
+    pool = np.array([means(seed, rate, REQUESTS) for seed in seeds])
+    other = np.array([means(seed, rate, REQUESTS, SLOWER) for seed in seeds])
+    ends = list[tuple[Interval | None, Interval]]()
+    for i, metric in enumerate(LATENCIES):
+        ends.append((_interval(apart, metric), over_groups(pool[:GROUP, i], pool[GROUP:, i])))
+        ends.append((_interval(paired, metric), over_pairs(other[:, i] - pool[:, i])))
+    return all(
+        x is not None and np.allclose((x.low, x.high), (y.low, y.high), rtol=1e-9, atol=1e-12)
+        for x, y in ends
+    )
+
+
+def _interval(found: Against, metric: str) -> Interval | None:
+    row = found.row(metric)
+    return row.interval if row else None
+
+
 def detections(plain: Floats, slow: Floats, trials: int) -> Floats:
     """The share of trials that tell the slower policy worse, per metric."""
     found = []
@@ -163,12 +191,14 @@ def main() -> int:
         _show(f"load {load:.0%}: 3 % slower is told", row)
     is_equal = equal_runs(LOADS[0] * capacity, REQUESTS)
     print(f"equal runs: {'every difference is 0' if is_equal else 'a difference is told'}")
+    is_same = is_as_compared(LOADS[0] * capacity)
+    print(f"intervals of `tandem compare`: {'those above' if is_same else 'others'}")
     high = one_pair(0.95 * capacity, SLOWER, 500)
     says = high.needs_seeds and "The intervals need seeds" in told.table(high)
     print(f"one pair, load {high.load:.1%} (told above {BUSY:.0%}): needs seeds: {says}")
     farthest = max(shares, key=lambda share: abs(share - 0.05))
     passed = all(LOW <= share <= HIGH for share in shares) and min(found) >= DETECTED
-    passed = passed and is_equal and says
+    passed = passed and is_equal and is_same and says
     verdict = "pass" if passed else "fail"
     print(f"ab_intervals {100 * farthest:.2g} % {100 * LOW:g}-{100 * HIGH:g} {verdict}")
     return int(not passed)

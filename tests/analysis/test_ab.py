@@ -29,6 +29,11 @@ TWELVE = Toy(
     prompts=[20, 5, 40, 10] * 3,
     outputs=[4, 9, 2, 7, 1, 5, 8, 3, 6, 4, 2, 5],
 )
+MANY = {
+    "arrivals_ns": [i * 150 * MS for i in range(120)],
+    "prompts": [*TWELVE.prompts] * 10,
+    "outputs": [*TWELVE.outputs] * 10,
+}
 SHORTEST = {"_target_": "shortest.ShortestPromptFirst", "max_jobs": 64}
 CHUNKED = {"_target_": "policies.scheduling.chunked_prefill.ChunkedPrefill", "max_jobs": 64}
 
@@ -39,6 +44,7 @@ def make(tmp_path: Path) -> Maker:
         run = loaded(write(tmp_path / name, TWELVE, **changes))
         overrides = changes.get("provenance", {})
         settings = {"seed": 0, "backend": {"name": changes.get("backend", "sim")}, **(config or {})}
+        overrides = {"trace_hash": f"of seed {settings['seed']}", **overrides}
         return replace(run, config=settings, provenance={**run.provenance, **overrides})
 
     return make
@@ -56,11 +62,11 @@ def test_equal_runs_differ_in_nothing(make: Maker) -> None:
     assert not found.requests[[c for c in found.requests if "difference" in c]].any(axis=None)
     assert "all figures are equal" in told.headline(found)
     assert found.a.name == "a" and found.b.name == "a (2)"
-    assert {row.verdict for row in found.rows} == {"no difference shown", "needs seeds"}
+    assert {row.verdict for row in found.rows} == {"no difference shown", "equal"}
 
 
 def test_differences_are_paired_by_request(make: Maker) -> None:
-    runs = [make("a", {"pace": 1.0}), make("b", {"pace": 1.5}, **slow(1.5))]
+    runs = [make("a", {"pace": 1.0}, **MANY), make("b", {"pace": 1.5}, **MANY, **slow(1.5))]
     (found,) = against_baseline(runs)
     a, b = (run.requests.set_index("request_id").sort_index() for run in runs)
     e2e = ((b["finish_ns"] - a["finish_ns"]) / 1e9).to_numpy()
@@ -83,7 +89,7 @@ def test_groups_follow_the_setting_that_differs_and_not_the_seed(make: Maker) ->
         "scheduling=ChunkedPrefill",
         "scheduling=ShortestPromptFirst",
     )
-    assert [*first.runs] == [*second.runs] == [("0", 0), ("1", 0)]
+    assert [*first.runs] == [*second.runs] == [("of seed 0", 0), ("of seed 1", 0)]
     more = make("c", {"scheduling": {**SHORTEST, "max_jobs": 8}})
     names = [group.name for group in grouped([*runs, more])]
     assert names[2] == "scheduling=ShortestPromptFirst scheduling.max_jobs=8"
@@ -107,12 +113,122 @@ def test_seeds_are_paired_where_both_sides_have_them(make: Maker) -> None:
     ]
     (found,) = against_baseline(runs)
     row = found.row("tpot")
-    assert row is not None and row.interval.method == "t over 3 paired seeds"
+    assert row is not None and row.interval.method == "Student's t over 3 paired seeds"
     assert row.verdict == "worse" and found.seeds == 3 and not found.needs_seeds
     (apart,) = against_baseline([runs[0], runs[2], runs[5], make("d", {"seed": 5, "pace": 1.1})])
     row = apart.row("tpot")
-    assert row is not None and row.interval.method == "Welch over 2 and 2 seeds"
+    assert row is not None and row.interval.method == "Welch's t over 2 and 2 seeds"
+    assert told.method(apart) == "95 % intervals are by Welch's t over 2 and 2 seeds."
     assert apart.requests.empty and apart.classes.empty and told.losers(apart) == ""
+
+
+def test_seeds_of_one_trace_count_once(make: Maker) -> None:
+    """Three runs of one trace and pace are one: no interval over seeds, and it is told."""
+    one = {"provenance": {"trace_hash": "alike"}}
+    runs = [
+        make(f"{pace}{seed}", {"seed": seed, "pace": pace}, **slow(pace), **one, **MANY)
+        for seed in (0, 1, 2)
+        for pace in (1.0, 1.1)
+    ]
+    (found,) = against_baseline(runs)
+    (pair,) = against_baseline(runs[:2])
+    assert found.is_one_pair and found.seeds == 1 and len(found.requests) == 120
+    for row, alone in zip(found.rows, pair.rows, strict=True):  # means of three equal values
+        assert row.interval.value == pytest.approx(alone.interval.value)
+        assert row.interval.is_known == alone.interval.is_known
+        assert "seeds" not in row.interval.method
+    assert "A has 3 reruns of one trace" in told.table(found)
+    assert "reruns" not in told.table(pair)
+
+
+def test_reruns_of_a_trace_are_averaged_before_traces_are_compared(make: Maker) -> None:
+    """Seeds 0 and 1, and seed 0 twice in B: t over two means, of which one is of two reruns."""
+    factors = [(0, 1.0, 1.0), (1, 1.0, 1.0), (0, 1.1, 1.1), (0, 1.1, 1.3), (1, 1.1, 1.4)]
+    runs = [
+        make(f"{i}", {"seed": seed, "pace": pace}, **slow(factor))
+        for i, (seed, pace, factor) in enumerate(factors)
+    ]
+    (found,) = against_baseline(runs)
+    row = found.row("tpot")
+    assert row is not None and row.interval.method == "Student's t over 2 paired seeds"
+    assert found.seeds == 2
+    (first,) = against_baseline([runs[0], runs[2]])
+    (second,) = against_baseline([runs[0], runs[3]])
+    (third,) = against_baseline([runs[1], runs[4]])
+    each = [pair.row("e2e", "mean") for pair in (first, second, third)]
+    values = [figure.interval.value for figure in each if figure is not None]
+    e2e = found.row("e2e")
+    assert e2e is not None
+    assert e2e.interval.value == pytest.approx((sum(values[:2]) / 2 + values[2]) / 2)
+
+
+def test_runs_without_a_partner_are_told(make: Maker) -> None:
+    runs = [make(f"a{seed}", {"seed": seed, "pace": 1.0}) for seed in range(5)]
+    runs += [make(f"b{seed}", {"seed": seed, "pace": 1.1}, **slow(1.1)) for seed in range(3)]
+    (found,) = against_baseline(runs)
+    assert found.unpaired == (2, 0) and len(found.a.runs) == 3
+    assert "2 runs of A left out" in told.table(found)
+    assert "left out" not in told.table(against_baseline([*runs[:3], *runs[5:]])[0])
+
+
+def test_a_policys_own_seed_is_a_setting(make: Maker) -> None:
+    """Unless it follows the seed of the run."""
+    runs = [make(f"{i}", {"scheduling": {**CHUNKED, "seed": i}}) for i in (3, 4)]
+    assert [group.name for group in grouped(runs)] == ["scheduling.seed=3", "scheduling.seed=4"]
+    (found,) = against_baseline(runs)
+    assert found.seeds == 1 and len(found.requests) == 12
+    both = [
+        make(f"{pace}{i}", {"seed": i, "pace": pace, "scheduling": {**CHUNKED, "seed": i}})
+        for pace in (1.0, 2.0)
+        for i in (0, 1)
+    ]
+    assert [group.name for group in grouped(both)] == ["pace=1.0", "pace=2.0"]
+
+
+def test_runs_in_which_nothing_finishes_are_told(short_budget: Path) -> None:
+    words = ["limit=5", "budget.kv_pages=1", "budget.may_refuse=true"]
+    names = ["chunked_restart", "vllm_v1"]
+    for policy in names:  # each run ends with an error, since all its requests are refused
+        assert main([*RUN, *words, f"policy={policy}", f"hydra.run.dir={policy}"]) == 1
+    runs = [loaded(name) for name in names]
+    with pytest.raises(ValueError, match="no request finished in any of these 2 runs: nothing"):
+        against_baseline(runs)
+    (found,) = against_baseline([loaded(served("done", "limit=5", "policy=orca")), runs[0]])
+    assert found.requests.empty and "No request finished on both" in told.notes(found)[-1]
+    assert told.headline(replace(found, rows=())) and told.table(found)
+
+
+def test_a_measured_and_a_simulated_group_of_one_policy_have_no_winner(make: Maker) -> None:
+    runs = [
+        make(f"{backend}{seed}", {"seed": seed, "profile": backend}, backend=backend, **slow(pace))
+        for backend, pace in (("sim", 1.0), ("cpu", 1.5))
+        for seed in (0, 1, 2)
+    ]
+    (found,) = against_baseline(runs)
+    row = found.row("tpot")
+    assert row is not None and row.interval.excludes_zero and row.verdict == "higher"
+    for text in (told.table(found), told.headline(found)):
+        assert "A is simulated, B is measured." in text and "prediction's error" in text
+        assert "better" not in text and "worse" not in text and "chance" not in text
+
+
+def test_one_pair_speaks_of_its_own_runs(make: Maker) -> None:
+    (found,) = against_baseline([make("a", **MANY), make("b", {"pace": 2.0}, **MANY, **slow(2.0))])
+    assert found.row("tpot").verdict == "worse"  # type: ignore[union-attr]
+    text = told.headline(found)
+    assert "Within these runs" in text and "Chance alone" not in text
+
+
+def test_one_request_that_is_equal_needs_no_seeds(make: Maker) -> None:
+    one = {"arrivals_ns": [0], "prompts": [10], "outputs": [4]}
+    runs = [make("a", **one), make("b", {"pace": 2.0}, **one)]
+    (found,) = against_baseline(runs)
+    assert {row.verdict for row in found.rows} == {"no difference shown", "equal"}
+    assert told.method(found) == "Latencies of one trace a side are equal."
+    (slower,) = against_baseline([runs[0], make("c", {"pace": 2.0}, **one, **slow(2.0))])
+    assert "too few blocks" in told.method(slower)
+    assert slower.row("e2e").verdict == "needs seeds"  # type: ignore[union-attr]
+    assert replace(slower.rows[0], interval=Interval(float("nan"))).verdict == "no value"
 
 
 def test_load_is_the_share_of_time_with_a_request_there(make: Maker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from math import sqrt
 
 import numpy as np
@@ -71,15 +72,15 @@ def test_equal_values_give_zero_and_exclude_nothing() -> None:
     for found in (
         over_pairs(values - values),
         over_groups(np.full(4, 2.0), np.full(5, 2.0)),
-        over_blocks(values, values, mean),
+        over_blocks(values, values, [mean])[0],
     ):
         assert (found.value, found.low, found.high) == (0, 0, 0) and not found.excludes_zero
 
 
 def test_draws_are_equal_for_equal_input() -> None:
     a, b = np.random.default_rng(2).normal(size=(2, 80))
-    assert over_blocks(a, b, mean) == over_blocks(a, b, mean)
-    assert over_blocks(a, b, mean) != over_blocks(a, b, mean, seed=1)
+    assert over_blocks(a, b, [mean]) == over_blocks(a, b, [mean])
+    assert over_blocks(a, b, [mean]) != over_blocks(a, b, [mean], seed=1)
 
 
 def test_blocks_are_consecutive_and_as_long_as_they_should_be() -> None:
@@ -112,7 +113,7 @@ def test_block_lengths_follow_the_closed_form_of_ar1() -> None:
     assert np.median([block_length(rng.normal(size=count)) for _ in range(30)]) < theory / 4
 
 
-TRIALS, COUNT = 150, 400
+TRIALS, COUNT = 150, 2000  # some 60 blocks of AR(1) with 0.8
 
 
 def coverage(phi: float, seed: int) -> tuple[float, float]:
@@ -120,7 +121,7 @@ def coverage(phi: float, seed: int) -> tuple[float, float]:
     rng, hits = np.random.default_rng(seed), np.zeros(2)
     for trial in range(TRIALS):
         values = series(phi, COUNT, rng)
-        hits[0] += not over_blocks(np.zeros(COUNT), values, mean, seed=trial).excludes_zero
+        hits[0] += not over_blocks(np.zeros(COUNT), values, [mean], trial)[0].excludes_zero
         drawn = values[rng.integers(0, COUNT, (500, COUNT))].mean(axis=1)
         low, high = np.quantile(drawn, (0.025, 0.975))
         hits[1] += low <= 0 <= high
@@ -140,8 +141,46 @@ def test_blocks_cover_dependent_values_better_than_single_draws() -> None:
     assert abs(single - 0.49) < 0.16 and blocks > 0.82
 
 
+def test_few_blocks_give_no_interval() -> None:
+    """30 blocks are the least: 25 independent values have none, and neither has a slow series."""
+    rng = np.random.default_rng(8)
+    few, many = rng.normal(size=25), rng.normal(size=400)
+    slow = series(0.98, 400, rng)
+    for values, is_known in ((few, False), (many, True), (slow, False)):
+        (found,) = over_blocks(np.zeros(len(values)), values, [mean])
+        assert found.is_known is is_known and found.value == pytest.approx(values.mean())
+
+
+def test_few_blocks_widen_the_interval_as_students_t_does() -> None:
+    rng = np.random.default_rng(9)
+    values = rng.normal(size=100)
+    (found,) = over_blocks(np.zeros(100), values, [mean])
+    length = block_length(values)
+    draws = np.random.default_rng(0)
+    drawn = [mean(values[block_indices(100, length, draws)]) for _ in range(1000)]
+    plain = np.ptp(np.quantile(drawn, (0.025, 0.975)))
+    wider = stats.t.ppf(0.975, 100 / length - 1) / stats.norm.ppf(0.975)
+    assert (found.high - found.low) / plain == pytest.approx(wider) and wider > 1.01
+
+
+def test_all_statistics_are_of_one_set_of_draws() -> None:
+    a, b = np.random.default_rng(10).normal(size=(2, 200))
+    both = over_blocks(a, b, [mean, lambda values: 2 * mean(values)])
+    assert both[1].low == pytest.approx(2 * both[0].low)
+    assert over_blocks(a, b, [mean]) == both[:1]
+
+
+def test_many_requests_are_drawn_in_little_memory() -> None:
+    a, b = np.random.default_rng(11).normal(size=(2, 100_000))
+    tracemalloc.start()
+    over_blocks(a, b, [mean])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6  # a draw holds some eight columns of 0.8 MB; 200 draws at once hold 160 MB
+
+
 def test_percentiles_are_paired_as_means_are() -> None:
     a = np.random.default_rng(7).exponential(size=300)
-    found = over_blocks(a, a + 0.5, lambda values: float(np.percentile(values, 90)))
+    (found,) = over_blocks(a, a + 0.5, [lambda values: float(np.percentile(values, 90))])
     assert found.value == pytest.approx(0.5)
     assert (found.low, found.high) == pytest.approx((0.5, 0.5)) and found.excludes_zero
