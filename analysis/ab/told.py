@@ -109,7 +109,7 @@ def notes(found: Against) -> list[str]:
     out = []
     if found.is_across_backends:
         kinds = ["measured" if _is_measured(group) else "simulated" for group in (found.a, found.b)]
-        out.append(f"A is {kinds[0]}, B is {kinds[1]}.")
+        out.append(f"A is {kinds[0]}, {found.letter} is {kinds[1]}.")
     if found.is_prediction:
         out.append("Both have one policy: the difference is the prediction's error.")
     for letter, group, unpaired in zip("AB", (found.a, found.b), found.unpaired, strict=True):
