@@ -112,7 +112,8 @@ def notes(found: Against) -> list[str]:
         out.append(f"A is {kinds[0]}, {found.letter} is {kinds[1]}.")
     if found.is_prediction:
         out.append("Both have one policy: the difference is the prediction's error.")
-    for letter, group, unpaired in zip("AB", (found.a, found.b), found.unpaired, strict=True):
+    sides = zip(("A", found.letter), (found.a, found.b), found.unpaired, strict=True)
+    for letter, group, unpaired in sides:
         if len(group.runs) > len(group.traces):
             reruns = f"{len(group.runs)} runs of {len(group.traces)} distinct traces"
             if len(group.traces) == 1:
