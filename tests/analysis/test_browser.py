@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.__main__ import main
-from tests.support.browser import BROWSER, faults_of
+from tests.analysis.browser import BROWSER, faults_of
 
 pytestmark = [
     pytest.mark.slow,

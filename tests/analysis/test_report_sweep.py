@@ -20,7 +20,7 @@ from analysis.metric_names import BEST
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
 from tandem.cli.collect import collect
-from tests.support.browser import BROWSER, faults_of
+from tests.analysis.browser import BROWSER, faults_of
 from tests.support.sweeps import failed, finished, grid
 
 
