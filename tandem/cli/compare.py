@@ -80,8 +80,14 @@ def _runs_in(given: Path) -> list[Path]:
     old = {place: superseded_in(place) for place in places}
     order = {place / name: i for place in places for i, name in enumerate(points_in(place))}
     kept = [f for f in found if status_of(f) == OK and f.name not in old[f.parent]]
-    kept = [f for f in kept if not f.name.endswith(OF_COMPARE)]  # its own, of an earlier call
+    kept = [f for f in kept if not _is_of_compare(f)]
     return sorted(kept, key=lambda f: (f.parent, order.get(f, len(order)))) or [given]
+
+
+def _is_of_compare(folder: Path) -> bool:
+    """Whether an earlier comparison simulated this run: its report lies beside it."""
+    of = [folder.name.removesuffix(end) for end in OF_COMPARE if folder.name.endswith(end)]
+    return any((folder.with_name(name) / "report.html").is_file() for name in of)
 
 
 def _is_prediction_and_measurement(folders: Sequence[Path]) -> bool:

@@ -463,6 +463,24 @@ def test_a_simulation_and_its_measurement_are_no_ab(
     assert "plans in common" in text and "predict" in text and "verdict" not in text
 
 
+def test_a_folder_is_compared_as_before_by_a_second_call(
+    short_budget: Path, capsys: pytest.CaptureFixture[str], unrendered: None
+) -> None:
+    """The replays of the first comparison lie in the folder and are none of its runs."""
+    few = ["limit=6", "record=all"]
+    served("two/sim", *few), served("two/cpu", "backend=cpu", *few)
+    told = []
+    for _ in range(2):
+        capsys.readouterr()
+        assert main(["compare", "two"]) == 0
+        told.append(capsys.readouterr().out)
+    assert len([*Path("two").glob("*-replay")]) == 1
+    assert told[0] == told[1] and "plans in common" in told[0]
+    served("two/own-replay", *few)
+    assert main(["compare", "two"]) == 0
+    assert "own-replay" in capsys.readouterr().out, "a run of this name is compared"
+
+
 def test_training_alone_is_compared_by_its_steps(
     short_budget: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
