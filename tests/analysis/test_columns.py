@@ -114,7 +114,8 @@ def test_metrics_of_files_are_those_of_frames(
     monkeypatch.chdir(tmp_path)
     run = ["run", "model=micro_llama", "limit=10", *words]
     assert main([*run, "hydra.run.dir=whole"]) == 0
-    monkeypatch.setattr(schema, "GROUP", {name: 97 for name in TABLES})
+    rows = dict.fromkeys(TABLES, 97) | {"requests": 3, "training": 1}
+    monkeypatch.setattr(schema, "GROUP", rows)
     assert main([*run, "hydra.run.dir=cut"]) == 0
     whole, cut = (summary(run_files(tmp_path / name)) for name in ("whole", "cut"))
     frames = [load(name) for name in ("whole", "cut")]
