@@ -21,7 +21,7 @@ from analysis.agreement import common_plans
 from analysis.distance import relative_error
 from analysis.metric_names import LATENCIES, MEASUREMENT, PREDICTION
 from analysis.metrics import samples
-from analysis.run import Run
+from analysis.run import Run, flat
 from analysis.training import MEAN_STEP, STEP, training_summary
 from analysis.usage import host_share, lane_shares, memory_use, operations
 
@@ -153,22 +153,13 @@ def shares(prediction: Run, measurement: Run) -> pd.DataFrame:
 
 def config_differences(prediction: Run, measurement: Run) -> pd.DataFrame:
     """Configuration keys with different values: with one trace and policy, only the backend's."""
-    a, b = (_flat(run.config) for run in (prediction, measurement))
+    a, b = (flat(run.config) for run in (prediction, measurement))
     rows = [
         (key, str(a.get(key, "-")), str(b.get(key, "-")))
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key)
     ]
     return pd.DataFrame(rows, columns=["key", "prediction", "measurement"])
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(config, dict):
-        return {prefix.removesuffix("."): config}
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        out |= _flat(value, f"{prefix}{key}.")
-    return out
 
 
 # ---- the measurement at equal decisions

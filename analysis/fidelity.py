@@ -16,7 +16,8 @@ import pandas as pd
 from analysis.distance import STEADY, relative_error
 from analysis.metrics import summary
 from analysis.run import Run
-from analysis.verdicts import amount, percent
+from analysis.units import amount
+from analysis.verdicts import percent
 
 METRICS = ("ttft", "tpot", "e2e")
 STATS = ("mean", "p50", "p90", "p99")

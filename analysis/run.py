@@ -116,6 +116,16 @@ class RunFiles(RunFacts):
         return self.folder / f"{table}.parquet"
 
 
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a configuration by their dotted keys."""
+    if not isinstance(config, Mapping):
+        return {prefix.removesuffix("."): config}
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= flat(value, f"{prefix}{key}.")
+    return out
+
+
 def whole(facts: RunFacts) -> Run:
     """A run with its tables as frames."""
     if isinstance(facts, Run):

@@ -11,8 +11,7 @@ from analysis.compare import Comparison
 from analysis.distance import STEADY, drift
 from analysis.run import Run
 from analysis.training import LABELS, MEAN_STEP, STEP
-from analysis.units import amount as amount
-from analysis.units import amounts
+from analysis.units import amount, amounts
 from analysis.workspace import KIND, P90
 
 # Relative errors up to which a prediction is good or fair. Throughput and latencies take the bars

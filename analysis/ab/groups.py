@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any
 
 from analysis.columns import Block
-from analysis.run import RunFacts
+from analysis.run import RunFacts, flat
 
 OF_A_POLICY = ("scheduling", "memory", "planner")
 DECIDES = (*OF_A_POLICY, "router", "replicas")
@@ -41,16 +41,6 @@ class RunGroup:
 def letter(number: int) -> str:
     """The letter of a group by its place: A is the baseline; after Z come AA and BB."""
     return chr(ord("A") + number % 26) * (number // 26 + 1)
-
-
-def flat(config: Any, prefix: str = "") -> Settings:
-    """The leaves of a configuration by their dotted keys."""
-    if not isinstance(config, Mapping):
-        return {prefix.removesuffix("."): config}
-    out: Settings = {}
-    for key, value in config.items():
-        out |= flat(value, f"{prefix}{key}.")
-    return out
 
 
 def is_seed(key: str) -> bool:

@@ -7,7 +7,8 @@ from math import isnan, nan
 
 from analysis.ab.differences import BUSY, BY_TIME, Against, FigureDifference
 from analysis.ab.groups import RunGroup
-from analysis.verdicts import LATENCY_NAMES, amount, percent
+from analysis.units import UNITS, amount
+from analysis.verdicts import LATENCY_NAMES, percent
 
 METRIC_NAMES = {
     "request_throughput": "request rate",
@@ -22,8 +23,8 @@ METRIC_NAMES = {
 }
 CLASS_LATENCIES = {"ttft": "TTFT", "e2e": "E2E"}
 HEADLINE = ("ttft", "tpot", "e2e", "output_throughput", "mean_train_step")
-SCALES = {"s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")), "share": ((0.01, "points"),)}
-SCALES |= {"bytes": ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))}
+SCALES = UNITS | {"share": (("points", 0.01),)}  # of differences
+SHOWN = ("better", "worse")  # verdicts that an interval shows
 TINY = 1e-4  # share of an interval's larger end below which the other end reads as 0
 LOAD = (
     "load: share of the time between the first and the last arrival in which a request is in the "
@@ -49,10 +50,10 @@ def figure(value: float, unit: str) -> str:
 
 def _scaled(values: Sequence[float], unit: str) -> tuple[list[float], str]:
     """Values in the largest unit in which one of them is at least 1."""
-    scales = SCALES.get(unit, ((1.0, "" if unit == "count" else unit),))
+    scales = SCALES.get(unit, (("" if unit == "count" else unit, 1.0),))
     most = max(abs(value) for value in values)
-    factor, name = next((pair for pair in scales if most >= pair[0]), scales[-1])
-    return [value / factor if abs(value) > TINY * most else 0.0 for value in values], name
+    name, size = next((pair for pair in scales if most >= pair[1]), scales[-1])
+    return [value / size if abs(value) > TINY * most else 0.0 for value in values], name
 
 
 def difference(row: FigureDifference) -> str:
@@ -149,8 +150,8 @@ def findings(found: Against) -> str:
     rows = [row for row in rows if row.stat in ("mean", "run")]
     shown = sorted([*rows, *percentiles], key=lambda row: HEADLINE.index(row.metric))
     is_known = {row.metric: row.interval.is_known for row in rows}
-    better, worse = ([_part(row) for row in shown if row.verdict == one] for one in _SHOWN)
-    same = [_short(row) for row in rows if row.verdict == "no difference shown"]
+    better, worse = ([_part(row) for row in shown if row.verdict == one] for one in SHOWN)
+    same = [metric_name(row) for row in rows if row.verdict == "no difference shown"]
     text, own = "", found.letter
     if better:
         text += f"{own} is better in {_listed(better)}. "
@@ -167,7 +168,7 @@ def findings(found: Against) -> str:
         is_equal = all(row.interval.value == 0 for row in found.rows)
         text += ": all figures are equal. " if is_equal else ": what there is may be chance. "
     if rows and not any(is_known.values()):
-        parts = [f"{_short(row)} ({share(row.relative)})" for row in rows]
+        parts = [f"{metric_name(row)} ({share(row.relative)})" for row in rows]
         text += f"{own} differs in {_listed(parts)}: without an interval that may be chance. "
     few = [f"{FEW}."] if any(row.has_few for row in percentiles) else []
     return " ".join([text.strip(), *few, *notes(found)])
@@ -175,12 +176,9 @@ def findings(found: Against) -> str:
 
 def is_told_apart(row: FigureDifference, mean: FigureDifference | None) -> bool:
     """Whether a percentile is shown to be what its mean is not: the opposite, or for p99 at all."""
-    if mean is None or row is mean or row.verdict not in _SHOWN or row.verdict == mean.verdict:
+    if mean is None or row is mean or row.verdict not in SHOWN or row.verdict == mean.verdict:
         return False
-    return row.stat == "p99" or mean.verdict in _SHOWN
-
-
-_SHOWN = ("better", "worse")
+    return row.stat == "p99" or mean.verdict in SHOWN
 
 
 def _is_measured(group: RunGroup) -> bool:
@@ -189,11 +187,7 @@ def _is_measured(group: RunGroup) -> bool:
 
 def _part(row: FigureDifference) -> str:
     size = share(row.relative) if not isnan(row.relative) else difference(row)
-    return f"{_short(row)} ({size}, interval {interval(row)})"
-
-
-def _short(row: FigureDifference) -> str:
-    return metric_name(row)
+    return f"{metric_name(row)} ({size}, interval {interval(row)})"
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from analysis.figures.timelines import MIB, memory_data
 from analysis.run import Run, RunFacts
 from analysis.usage import devices
 
-COLORS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK)
+BY_PLACE = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), "-.", (0, (6, 1, 1, 1)))
 BINS = 60  # of a timeline: curves of several groups must stay apart
@@ -47,7 +47,7 @@ YS = {
 def style(number: int) -> dict[str, Any]:
     """Colour, marker and line of a group, by its place: none is told by colour alone."""
     return {
-        "color": COLORS[number % len(COLORS)],
+        "color": BY_PLACE[number % len(BY_PLACE)],
         "marker": MARKERS[number % len(MARKERS)],
         "linestyle": LINES[number % len(LINES)],
         "markersize": 4,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import verdicts
+from analysis import units, verdicts
 from analysis.figures.experiments.drawn import training_figures
 from analysis.figures.run_figures import Shown
 from analysis.figures.sweep_plots import SHARES, drawn, drawn_training
@@ -80,7 +80,7 @@ def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
     best = _best_points(points).get(metric)
     if best is None:
         return text
-    return f"{text} Most {METRICS[metric][0]}: {verdicts.amount(best.value, unit)}, {best.point}."
+    return f"{text} Most {METRICS[metric][0]}: {units.amount(best.value, unit)}, {best.point}."
 
 
 def _best_points(points: pd.DataFrame) -> dict[str, BestPoint]:
@@ -170,7 +170,7 @@ def _cell(metric: str, value: float) -> Cell:
     if metric in KEPT:
         return kept_cell(metric, number)
     unit = "bytes" if metric.endswith("_bytes") else verdicts.unit_of(metric)
-    return Cell(verdicts.amount(number, unit), number)
+    return Cell(units.amount(number, unit), number)
 
 
 def _label(row: Mapping[str, Any], axis: SweptAxis | None) -> str:

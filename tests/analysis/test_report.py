@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import verdicts
+from analysis import units, verdicts
 from analysis.compare import Comparison, compare
 from analysis.figures import plots, run_figures, timelines
 from analysis.figures.style import RUNS
@@ -283,11 +283,11 @@ def test_verdicts_follow_the_stated_limits(metric: str, error: float, expected: 
 
 
 def test_amounts_carry_a_unit_of_their_size() -> None:
-    assert verdicts.amount(0.0123, "s") == "12.3 ms"
-    assert verdicts.amount(2e-5, "s") == "20 us"
-    assert verdicts.amount(3 * 2**20, "bytes") == "3 MiB"
-    assert verdicts.amount(1234.5, "tok/s") == "1,234 tok/s"
-    assert verdicts.amount(float("nan"), "s") == "n/a"
+    assert units.amount(0.0123, "s") == "12.3 ms"
+    assert units.amount(2e-5, "s") == "20 us"
+    assert units.amount(3 * 2**20, "bytes") == "3 MiB"
+    assert units.amount(1234.5, "tok/s") == "1,234 tok/s"
+    assert units.amount(float("nan"), "s") == "n/a"
 
 
 def test_the_terminal_table_fits(comparison: Comparison) -> None:
