@@ -291,7 +291,7 @@ def table(comparison: Comparison) -> str:
     if moved is not None:
         note = "" if moved <= STEADY else ": errors of that size say nothing of the model"
         lines.append(f"drift of the machine        {percent(moved)}{note}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *wrap(_verdict(comparison), 80)])
 
 
 def _notes(comparison: Comparison) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan, nan
+from textwrap import wrap
 
 from analysis.ab.differences import BUSY, BY_TIME, Against, FigureDifference
 from analysis.ab.groups import RunGroup
@@ -144,7 +145,15 @@ def headline(found: Against) -> str:
 
 
 def findings(found: Against) -> str:
-    """The headline without names. Percentiles that the mean does not tell of are named, too."""
+    """The headline without names."""
+    return " ".join([outcome(found), *notes(found)])
+
+
+def outcome(found: Against) -> str:
+    """Which is better, and whether that could be chance.
+
+    Percentiles that the mean does not tell of are named, too.
+    """
     rows = [row for m in HEADLINE for row in found.rows if row.metric == m]
     percentiles = [row for row in rows if is_told_apart(row, found.row(row.metric))]
     rows = [row for row in rows if row.stat in ("mean", "run")]
@@ -171,7 +180,7 @@ def findings(found: Against) -> str:
         parts = [f"{metric_name(row)} ({share(row.relative)})" for row in rows]
         text += f"{own} differs in {_listed(parts)}: without an interval that may be chance. "
     few = [f"{FEW}."] if any(row.has_few for row in percentiles) else []
-    return " ".join([text.strip(), *few, *notes(found)])
+    return " ".join([text.strip(), *few])
 
 
 def is_told_apart(row: FigureDifference, mean: FigureDifference | None) -> bool:
@@ -259,5 +268,5 @@ def table(found: Against) -> str:
         lines.append(FEW)
     if classes := class_lines(found):
         lines += ["", *classes, losers(found)]
-    lines.append("")
-    return "\n".join([*lines, method(found), *notes(found)])
+    told = [outcome(found), method(found), *notes(found)]
+    return "\n".join([*lines, "", *[line for text in told for line in wrap(text, 120)]])

@@ -17,6 +17,7 @@ from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import Policy, Router, traits_of
 from engine.contract.progress import restart
 from engine.contract.regions import PageSize, Pool, Tier
+from engine.contract.rules import name_of
 from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
 from engine.fast_forward.fast_forward import FastForward
@@ -131,6 +132,7 @@ class Engine(Lifecycle):
         shown = (layout or Layout()).shown()
         chains: dict[int, Chain] | None = {} if traits.prefix_caching else None
         ledger = Ledger(capacity_bytes, page, shown.places, journal, chains)
+        self._policy_name = name_of(policy)
         self.state = state = EngineState(
             env,
             executor,
@@ -296,7 +298,7 @@ class Engine(Lifecycle):
     def _stalled(self, why: str) -> Stalled:
         ledger, jobs = self.state.ledger, self.state.jobs
         free = {f"{tier}:{device}": n for (tier, device), n in ledger.free_bytes().items()}
-        return Stalled(f"{why}: {jobs}; free bytes {free}")
+        return Stalled(f"policy {self._policy_name}: {why}: {jobs}; free bytes {free}")
 
     # ---- issue: state moves on
     def _issue(self, plan: Plan, device: int, moves: Moves | None = None) -> Turn:

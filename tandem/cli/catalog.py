@@ -13,6 +13,7 @@ from typing import Any
 from analysis.yaml_text import yaml_value
 from engine.contract.policy import traits_of
 from tandem.config.build import Builder
+from tandem.config.check import did_you_mean
 from tandem.config.outside import check_outside
 
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")  # between two
@@ -38,9 +39,12 @@ def main(words: Sequence[str]) -> int:
     """Prints one group, or all of them."""
     parser = argparse.ArgumentParser(prog="tandem list", description=__doc__)
     names = [*PLURALS, *PLURALS.values()]
-    parser.add_argument("group", nargs="?", choices=names, metavar="GROUP", help=", ".join(PLURALS))
+    parser.add_argument("group", nargs="?", metavar="GROUP", help=", ".join(PLURALS))
     parser.add_argument("--config-dir", help="a folder of your own yaml files, listed too")
     chosen = parser.parse_args(words)
+    if chosen.group and chosen.group not in names:
+        known = did_you_mean(chosen.group, names) or f"; there are {', '.join(PLURALS)}"
+        parser.error(f"{chosen.group}: no such group{known}")
     groups = [PLURALS.get(chosen.group, chosen.group)] if chosen.group else list(PLURALS.values())
     for group in groups:
         found = options(group, chosen.config_dir)

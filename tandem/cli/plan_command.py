@@ -329,7 +329,10 @@ def told_min_budget(point: ComposedConfig, refused: DoesNotFit) -> str:
     ]
     if not words:  # the simulation, which is shorter than a run, finds room as it is
         return ""
-    return f"fits from: {' '.join(words)}{_beyond(point, need[Tier.GPU])}"
+    lacked = {tier: _lacking(refused, tier) for tier in need}
+    is_more = any(need[tier] > start[tier] + lacked[tier] for tier in need)
+    why = ", for all of the plan; the shortfall above is that of one launch" if is_more else ""
+    return f"fits from: {' '.join(words)}{why}{_beyond(point, need[Tier.GPU])}"
 
 
 def _space(point: ComposedConfig) -> Need:

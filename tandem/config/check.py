@@ -125,8 +125,9 @@ def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, An
 def did_you_mean(wrong: str, known: Any) -> str:
     """A clause that suggests the nearest known names, or lists the few there are."""
     names = list(dict.fromkeys(map(str, known)))
-    near = get_close_matches(wrong, names, n=3, cutoff=0.65)
-    near = near or [name for name in names if wrong and wrong in name][:3]  # zero3: zero3_offload
+    begun = [name for name in names if wrong and name.startswith(wrong)]  # chunked: chunked_swap
+    near = [*dict.fromkeys([*begun, *get_close_matches(wrong, names, n=3, cutoff=0.65)])][:3]
+    near = near or [name for name in names if wrong and wrong in name][:3]
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; there are {', '.join(names)}" if 0 < len(names) <= 12 else ""

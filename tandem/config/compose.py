@@ -121,7 +121,10 @@ def plain(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         node = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = error.full_key or "a value"
-        raise Usage(f"{key} has no value; give one with {key}=...") from error
+        group = key.partition(".")[0]
+        chosen = next((word for word in overrides if word.startswith(f"{group}=")), "")
+        reads = f" (`tandem list {group}` tells what {chosen} reads)" if chosen else ""
+        raise Usage(f"{key} has no value; give one with {key}=...{reads}") from error
     except OmegaConfBaseException as error:
         raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
     assert isinstance(node, dict)

@@ -168,9 +168,9 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "needs more than the tight pool": (
         NeedsMuch(),
         Stalled,
-        "policy NeedsMuch, a pool of 24 pages: the policy plans nothing although nothing is in "
-        "flight: waiting [0, 1, 2, 3, 4, 5, 6, 7] and 16 more; free bytes {'gpu:0': 1572864, "
-        "'host:0': 6291456}",
+        "policy NeedsMuch: the policy plans nothing although nothing is in flight: waiting [0, 1, "
+        "2, 3, 4, 5, 6, 7] and 16 more; free bytes {'gpu:0': 1572864, 'host:0': 6291456} (a pool "
+        "of 24 pages)",
     ),
     "None": (
         Wrapper(lambda plan, asked: None),
@@ -495,7 +495,7 @@ class Unbounded:
     ids=["step_tokens", "prompt_tokens", "max_jobs"],
 )
 def test_a_bound_that_does_not_hold_is_told(traits: Traits, told: str) -> None:
-    with pytest.raises(BrokenLaw, match=rf"^policy Unbounded with PagedRestart, step \d+.*{told}"):
+    with pytest.raises(BrokenLaw, match=rf"^law 15: policy Unbounded with PagedRestart, step \d+.*{told}"):
         check_policy(Composed(Unbounded(traits), PagedRestart()))
     assert check_policy(Composed(Unbounded(Traits()), PagedRestart())) > 0
 
