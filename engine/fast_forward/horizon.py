@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from engine.contract.plan import Compute, Grow, Plan, Slice, one_token
@@ -26,6 +26,7 @@ from engine.fast_forward.repeated_plan import (
 FOREVER = 1 << 30
 MANY_ROUNDS = 64  # after so many pages for each job it does not matter at which step none is left
 _job = itemgetter(0)  # of a slice
+_computed = attrgetter("computed_tokens")
 
 
 class Horizon(NamedTuple):
@@ -63,8 +64,8 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
     lead = 0 if running is None else len(running.slices)
     num_decodes = _decodes_before_prompts(slices, lead)
     prompts = list(map(_job, slices[num_decodes:]))
-    is_new = [not job.computed_tokens for job in prompts]
-    if len(slices) - sum(is_new) != len(view.serving):
+    begun = sum(map(bool, map(_computed, prompts)))
+    if num_decodes + begun != len(view.serving):
         return ONCE
     if lead < num_decodes and any([s.job.is_prefilling for s in slices[lead:num_decodes]]):
         return ONCE
@@ -148,9 +149,8 @@ def stretched(
         _add(grown, plan.ops)
         cycle, timed = _of_decodes(launch, found.num_decodes, view, grown)
     num_decodes = found.num_decodes
-    parts = parts_of(launch.slices[num_decodes:], found.later, found.steps)
     for i in range(num_decodes, len(launch.slices)):
-        timed += _of_prompt(launch, i, view, found, grown, parts)
+        timed += _of_prompt(launch, i, view, found, grown)
     free = view.room((Tier.GPU, view.device)) // page.nbytes - traits.spare_pages
     steps = min(found.steps, _steps(cycle, timed, free, page))
     if steps < 2:
@@ -168,8 +168,14 @@ def _add(grown: dict[int, int], ops: Sequence[object]) -> None:
 
 def _steps(cycle: GrowCycle | None, grows: Sequence[TimedGrow], free: int, page: PageSize) -> int:
     """For how many steps `free` pages suffice. Growth that comes once counts from the start."""
-    again = [op.first for op in grows if op.every]
-    free -= sum([op.nbytes for op in grows if not op.every]) // page.nbytes
+    again: list[int] = []
+    once = 0
+    for _, nbytes, first, every in grows:
+        if every:
+            again.append(first)
+        else:
+            once += nbytes
+    free -= once // page.nbytes
     each = len(again) + (0 if cycle is None else cycle.pages)  # in as many steps as fill a page
     if free < 0 or not each:
         return 0 if free < 0 else FOREVER
@@ -218,12 +224,10 @@ def _of_prompt(
     view: View,
     found: Horizon,
     grown: Mapping[int, int],
-    parts: Sequence[Part],
 ) -> list[TimedGrow]:
     """The growth of one prompt's slices and of the decode behind them.
 
-    It is found step by step: slices need not end where pages end. `parts` are those of the slices
-    behind the decodes.
+    It is found step by step: slices need not end where pages end.
     """
     page, count, later = view.page, found.steps, found.later
     piece, place = launch.slices[i], launch.writes[i]
@@ -235,6 +239,8 @@ def _of_prompt(
         if count < FOREVER:  # its prompt grows no more, and does not end in this plan
             return grows
         done, step = known, later[-1][0]
+    if done < known and step < count:
+        parts = parts_of(launch.slices[found.num_decodes :], later, count)
     while done < known and step < count:
         done = min(known, done + part_at(parts, step)[0][i - found.num_decodes].tokens)
         need = page.bytes_for(done) - held

@@ -178,7 +178,7 @@ class Jump:
         self, repeat: RepeatedPlan, device: int, now_ns: int, before: Sequence[int]
     ) -> StepsAhead | None:
         """The next steps, behind plans that end at `before`; None where one is issued by itself."""
-        limit, lead = self._limit(repeat, device), len(repeat.decodes.ids)
+        limit, lead, depth = self._limit(repeat, device), len(repeat.decodes.ids), self._state.depth
         if limit < 1 or not self._is_calm():
             return None
         until_ns, self._seen_ns = self._next_arrival_ns(), now_ns
@@ -186,8 +186,10 @@ class Jump:
             end_ns = self._ends[0].end_ns
             until_ns = end_ns if until_ns is None else min(until_ns, end_ns)
         self._until_ns = until_ns
-        still = self._still = repeat.still if repeat.budget and self._is_alone() else 0
-        host_ns = 0
+        still = repeat.still
+        if still and not self._is_alone():
+            still = 0
+        self._still = still
         ahead: list[RunSegment] = []
         durations: list[int] = []
         hosts: list[int] = []
@@ -195,15 +197,16 @@ class Jump:
             found = self._executor.repeat(segment.launch, segment.steps)
             if found is None:
                 return None
-            segment.host_ns = host_ns = found[1]
+            steps_ns, host_ns = found
+            segment.host_ns, count = host_ns, segment.steps
             ahead.append(segment)
-            durations += found[0]
-            hosts += [host_ns] * segment.steps
-            self._still -= segment.steps
-            beside_ns = host_ns if self._state.depth == 1 else 0  # else the host works meanwhile
-            self._seen_ns += sum(found[0]) + segment.steps * beside_ns
-            if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
-                self._decode_step_ns = max(1, durations[-1] + beside_ns, host_ns)
+            durations += steps_ns
+            hosts += [host_ns] * count
+            self._still -= count
+            beside_ns = host_ns if depth == 1 else 0  # else the host works meanwhile
+            self._seen_ns += sum(steps_ns) + count * beside_ns
+            if not repeat.tail or sum(segment.pieces.tokens[lead:]) == len(repeat.tail):  # decodes
+                self._decode_step_ns = max(1, steps_ns[-1] + beside_ns, host_ns)
         if not durations:
             return None
         issue, start, end = _times(now_ns, before, durations, hosts)
@@ -274,7 +277,8 @@ class Jump:
     ) -> RepeatedSteps | None:
         """Books and issues the steps of the next run; None where there is none."""
         state, before = self._state, self._before()
-        steps = self._look_ahead(repeat, device, state.now_ns, before)
+        now_ns = state.now_ns
+        steps = self._look_ahead(repeat, device, now_ns, before)
         if steps is None:
             return None
         count, pool = len(steps.issue_ns), (Tier.GPU, device)
@@ -301,7 +305,7 @@ class Jump:
             if has_end:
                 self._go_on(run, repeat, before, stands)
             self._enter(run)
-        state.recorder.ran(run, state.now_ns)
+        state.recorder.ran(run, now_ns)
         return run
 
     def _book(self, run: RepeatedSteps, steps: StepsAhead, repeat: RepeatedPlan) -> bool:

@@ -188,10 +188,11 @@ class RepeatedPlan:
     @property
     def still(self) -> int:
         """Steps that no arrival changes: the last prompt takes what is left of the budget."""
-        if not self.budget:
+        silent = self._silent - self.done
+        if silent <= 0 or not self.budget:
             return 0
         behind: int = sum(map(_tokens, part_at(self.parts, self.done)[0]))
-        return self.silent if len(self.decodes.ids) + behind == self.budget else 0
+        return silent if len(self.decodes.ids) + behind == self.budget else 0
 
     def wait_behind(self) -> bool:
         """A job waits behind the prompts; returns whether the plan holds for its next step."""
@@ -453,14 +454,13 @@ class RepeatedSteps:
     def tokens(self, until: int) -> list[tuple[tuple[int, ...], Times]]:
         """Requests that get tokens in the steps up to this one that are not told, and when."""
         begin, self.told = self.told, until
-        return [
-            (
-                segment.pieces.sampled_ids,
-                self.end_ns[max(segment.first, begin) : min(segment.first + segment.steps, until)],
-            )
-            for segment in self.segments
-            if segment.first < until and begin < segment.first + segment.steps
-        ]
+        found: list[tuple[tuple[int, ...], Times]] = []
+        for segment in self.segments:
+            first, behind = segment.first, segment.first + segment.steps
+            if first < until and begin < behind:
+                times = self.end_ns[max(first, begin) : min(behind, until)]
+                found.append((segment.pieces.sampled_ids, times))
+        return found
 
     def unissued_pages(self, now_ns: int) -> int:
         """KV pages of steps that are booked but issued only at `now_ns` or later."""

@@ -210,8 +210,10 @@ class Ledger(Books):
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        coming = [queue.coming_bytes for queue in self._free_queues.values()]
-        return self._board.has_one_lane and not any(coming)
+        for queue in self._free_queues.values():
+            if queue.coming_bytes:
+                return False
+        return self._board.has_one_lane
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
@@ -220,18 +222,12 @@ class Ledger(Books):
 
         `early_bytes` of KV in `pool` are booked for later steps and are not counted yet.
         """
-        rows = [
-            (
-                p,
-                n,
-                q.free_bytes + q.coming_bytes - q.busy_bytes,
-                q.busy_bytes,
-                tuple(kinds.values()),
-                pages.held_pages,
-            )
-            for p, n, q, kinds, pages in self._by_pool
-            if device is None or device == p[1]
-        ]
+        rows: list[tuple[object, ...]] = []
+        for p, n, q, kinds, pages in self._by_pool:
+            if device is None or device == p[1]:
+                busy, kv = q.busy_bytes, pages.held_pages
+                free = q.free_bytes + q.coming_bytes - busy
+                rows.append((p, n, free, busy, tuple(kinds.values()), kv))
         found = tuple(map(tuple.__new__, repeat(Figures), rows))  # without Python's own call
         if early_bytes:
             less = (early_bytes, early_bytes // self.page.nbytes)

@@ -178,8 +178,9 @@ class PagedAllocation:
         """Jobs in service whose KV is not on the device."""
         if self._away is None:
             behind = max(self._known, len(self._view.running_decodes()))  # decodes that run hold it
-            jobs = self._view.serving[behind:]
-            self._away = {job.job_id for job in jobs if not self._plan.held(self._here(job))}
+            held, jobs = self._plan.held, self._view.serving[behind:]
+            away = [job.job_id for job in jobs if not held(self._here(job))] if jobs else []
+            self._away = {*away}
         return self._away
 
     def _here(self, job: Job) -> Place:

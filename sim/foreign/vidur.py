@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -204,6 +205,7 @@ class VidurCost(ShapePriced):
         self._outside[name] = self._outside.get(name, 0) + 1
 
 
+_prompt_tokens = attrgetter("job.prompt_tokens")  # of a slice
 Mix = tuple[int, int, list[tuple[int, int]]]  # see VidurCost._mix_ms
 
 
@@ -216,7 +218,7 @@ def _mix(launch: Launch) -> Mix:
         if behind.are_generated and not behind.tail:
             return lead, behind.total + lead, []
         if behind.are_generated:
-            prompts = [piece.job.prompt_tokens for piece in launch.op.slices[lead:]]
+            prompts = map(_prompt_tokens, launch.op.slices[lead:])
             rows = zip(pieces.tokens[lead:], behind.tail, prompts, strict=True)
             return _sorted(rows, lead, behind.total)
     tokens, contexts, _ = forward_shape(launch)
