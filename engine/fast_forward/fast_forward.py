@@ -56,12 +56,8 @@ class FastForward(PlanReuse):
         if state.forced and not is_watched and isinstance(executor, Repeater):
             self.jump = Jump(
                 state,
-                parts.completions,
-                parts.frees,
-                parts.issuing,
-                parts.lifecycle,
-                parts.next_arrival_ns,
-                parts.serves_only,
+                parts,
+                self.returned,
                 executor,
             )
 

@@ -15,7 +15,7 @@ import simpy
 from engine.contract.executor import Launch, Repeater, Span, end_event
 from engine.contract.job import Job
 from engine.contract.plan import Compute
-from engine.contract.regions import Tier
+from engine.contract.regions import Kind, Tier
 from engine.fast_forward.repeated_plan import (
     RepeatedPlan,
     RepeatedSteps,
@@ -23,9 +23,8 @@ from engine.fast_forward.repeated_plan import (
     StepsAhead,
     segments,
 )
-from engine.loop.completions import Completions, DeferredFrees
-from engine.loop.issuing import Issuing
-from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn, passed_to
+from engine.loop.asking import LoopParts
+from engine.loop.state import EngineState, IssuedOp, Turn, has_event_by, passed_to
 from engine.results.tables import Times
 
 MOST = 1024  # steps of one jump
@@ -47,6 +46,7 @@ class JobsEnd(NamedTuple):
     end_ns: int
     number: int  # of the step, over the plans of the device
     op: Compute
+    is_bound: bool  # nothing is known of the steps that are issued from then on
 
 
 class Jump:
@@ -64,24 +64,25 @@ class Jump:
     A run passes up to the issue of the step behind it, where the engine asks next. By then its last
     d-1 steps are open: they end while the next run passes. Only where no run follows does each of
     them settle by an event of its own. The memory of jobs that end with step i is back for step
-    i+d: a run goes on behind the end of a job up to there, as a part of its own.
+    i+d. A run goes on behind an end and behind that return, each time by a part of its own, unless
+    the end releases the next turn of a session.
     """
 
     def __init__(
         self,
         state: EngineState,
-        completions: Completions,
-        frees: DeferredFrees,
-        issuing: Issuing,
-        lifecycle: Lifecycle,
-        next_arrival_ns: Callable[[], int | None],
-        serves_only: Callable[[], bool],
+        parts: LoopParts,
+        returned: Callable[[], None],
         executor: Repeater,
     ) -> None:
-        self._state, self._completions, self._frees = state, completions, frees
-        self._issuing, self._lifecycle, self._executor = issuing, lifecycle, executor
-        self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
-        self._serves_only = serves_only
+        """`returned` is called where memory of finished jobs has come back."""
+        self._state, self._completions, self._frees = state, parts.completions, parts.frees
+        self._issuing, self._lifecycle, self._executor = parts.issuing, parts.lifecycle, executor
+        self._next_arrival_ns, self._prefix = parts.next_arrival_ns, parts.issuing.prefix
+        self._serves_only, self._releases_turn = parts.serves_only, parts.releases_turn
+        self._returned = returned
+        # Kept pages (prefix caching) come back otherwise than pages of one job.
+        self._gives_ahead = parts.returns_memory and self._prefix is None
         self._decode_step_ns = 1  # duration of the last step of decodes alone
         self._seen_ns = 0  # about when the steps planned so far end
         self._until_ns: int | None = None  # no step is issued from then on
@@ -107,6 +108,7 @@ class Jump:
             self.steps, self.runs = self.steps + run.count, self.runs + 1
             level[device] += state.depth  # jobs that arrive meanwhile wake nothing
             yield from self._pass(run)
+            run.back_pages = 0  # all can be seen now
             level[device] -= state.depth
             if self._open and not (state.jobs and level[device] == len(self._open) < state.depth):
                 self.settle_alone()
@@ -118,9 +120,11 @@ class Jump:
         """Lets time pass up to the next question. Jobs finish at the moment of their end."""
         state, ends, steps, asks_ns = self._state, self._ends, self._open, run.asks_ns
         env, now_ns, due, is_told = state.env, run.issue_ns[0], None, run.ended == run.count
+        is_first = True  # nothing comes before the next question
         while ends and ends[0].end_ns <= asks_ns:
-            end_ns, number, op = ends.popleft()
-            if due is None and (end_ns < asks_ns or not self._is_woken(run)):
+            end_ns, number, op, is_bound = ends.popleft()
+            is_first = is_first and not (is_bound or has_event_by(env, asks_ns))
+            if due is None and not is_first and (end_ns < asks_ns or not self._is_woken(run)):
                 due = simpy.Timeout(env, asks_ns - now_ns)
             if end_ns > now_ns and not passed_to(env, end_ns):
                 yield end_event(env, end_ns - now_ns)
@@ -167,9 +171,12 @@ class Jump:
         self._ends.clear()
 
     def unissued_bytes(self, now_ns: int) -> int:
-        """KV that is booked for steps which are issued only at `now_ns` or later."""
+        """KV that is booked for steps which are issued only at `now_ns` or later.
+
+        Less than 0 where the books hold memory as given back that comes back only then.
+        """
         run = self._run
-        if run is None or now_ns > run.issue_ns[-1]:
+        if run is None or now_ns > run.asks_ns:
             return 0
         return run.unissued_pages(now_ns) * run.page_nbytes
 
@@ -182,9 +189,10 @@ class Jump:
         if limit < 1 or not self._is_calm():
             return None
         until_ns, self._seen_ns = self._next_arrival_ns(), now_ns
-        if self._ends:  # the next turn of its session may arrive then
-            end_ns = self._ends[0].end_ns
-            until_ns = end_ns if until_ns is None else min(until_ns, end_ns)
+        for end in self._ends:
+            if end.is_bound:
+                until_ns = end.end_ns if until_ns is None else min(until_ns, end.end_ns)
+                break
         self._until_ns = until_ns
         still = repeat.still
         if still and not self._is_alone():
@@ -255,7 +263,7 @@ class Jump:
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        if (oldest := self._frees.oldest(device)) is not None:
+        if (oldest := self._frees.next_return(device)) is not None:
             left = min(left, oldest + state.depth - state.in_flight.issued[device])
         return min(repeat.left, MOST, left)
 
@@ -282,12 +290,13 @@ class Jump:
         if steps is None:
             return None
         count, pool = len(steps.issue_ns), (Tier.GPU, device)
+        returned = state.recorder.take_returned(device)
         run = self._run = RepeatedSteps(
             state.in_flight.steps,
             state.in_flight.issued[device],
             device,
             pool,
-            state.recorder.take_returned(device),
+            {0: returned} if returned else {},
             state.ledger.figures(),
             state.ledger.held_pages(pool),
             state.page.nbytes,
@@ -298,13 +307,9 @@ class Jump:
             0,
             [],
         )
-        has_end = self._book(run, steps, repeat)
-        if state.depth == 1:
-            state.ledger.touch_again(run.segments[0].op, count, is_open=False)
-        else:
-            if has_end:
-                self._go_on(run, repeat, before, stands)
-            self._enter(run)
+        if self._book(run, steps, repeat) or self._frees.next_return(device) is not None:
+            self._go_on(run, repeat, before, stands)
+        self._enter(run)
         state.recorder.ran(run, now_ns)
         return run
 
@@ -317,9 +322,13 @@ class Jump:
         state.in_flight.number(run.device, count)
         done = self._move_on(steps, repeat, run.device)
         if done:
-            op = steps.segments[-1].op
+            op, number = steps.segments[-1].op, run.number + run.count - 1
             self._completions.end_with(op, done)
-            self._ends.append(JobsEnd(steps.end_ns[-1], run.number + run.count - 1, op))
+            is_bound = not self._gives_ahead
+            for job in done if self._gives_ahead else ():
+                self._frees.expect(run.device, number, job)
+                is_bound |= self._releases_turn(job)
+            self._ends.append(JobsEnd(steps.end_ns[-1], number, op, is_bound))
         if repeat.tail:
             repeat.gather(ledger.pages, self._completions.tokens_left)
         return bool(done)
@@ -331,23 +340,67 @@ class Jump:
         before: Sequence[int],
         stands: Callable[[RepeatedPlan], bool],
     ) -> None:
-        """Goes on behind an end, while the plan stands, up to the return of memory."""
-        depth, device, is_end = self._state.depth, run.device, True
-        while is_end and stands(repeat):
+        """Goes on behind ends of jobs and returns of memory, while the plan stands."""
+        state, device = self._state, run.device
+        depth, jobs = state.depth, state.jobs
+        while jobs and run.count < MOST and not self._may_change_by(run.asks_ns):
+            number = state.in_flight.issued[device] - depth
+            if due := self._frees.due(device, number):
+                if not self._holds_pages_alone(due, device):
+                    break
+                self._give_ahead(run, number)
+            elif depth == 1:
+                break
+            if not stands(repeat):
+                break
             ends = [*before, *run.end_ns[-depth:]][-depth:]
             steps = self._look_ahead(repeat, device, run.asks_ns, ends)
             if steps is None:
                 break
-            run.add(steps)
-            is_end = self._book(run, steps, repeat)
-        if not self._state.jobs:  # then nothing is asked
+            run.add(steps, state.recorder.take_returned(device))
+            if not self._book(run, steps, repeat) and self._frees.next_return(device) is None:
+                break
+        if not jobs and depth > 1:  # then nothing is asked
             run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns
+
+    def _may_change_by(self, now_ns: int) -> bool:
+        """Whether a request arrives up to this moment, or a turn that an end releases may."""
+        arrival_ns = self._next_arrival_ns()
+        if arrival_ns is not None and arrival_ns <= now_ns:
+            return True
+        for end in self._ends:
+            if end.is_bound:
+                return end.end_ns <= now_ns
+        return False
+
+    def _holds_pages_alone(self, jobs: Sequence[Job], device: int) -> bool:
+        """Whether jobs hold KV pages of the device and nothing else, of which figures tell."""
+        places_of = self._state.ledger.places_of
+        for job in jobs:
+            places = [*places_of.get(job.job_id, ())]
+            if len(places) != 1 or places[0][1:] != (Tier.GPU, device):
+                return False
+            if places[0].region.kind is not Kind.KV:
+                return False
+        return self._gives_ahead
+
+    def _give_ahead(self, run: RepeatedSteps, number: int) -> None:
+        """Memory of the jobs up to this plan comes back behind the last step of a run."""
+        state, ledger = self._state, self._state.ledger
+        self._enter_ended(run, run.count - state.depth + 1)
+        pages = ledger.held_pages(run.pool)
+        self._frees.give_ahead(run.device, number)
+        run.back_pages += pages - ledger.held_pages(run.pool)
+        self._returned()
+        state.release_idle()
 
     def _enter(self, run: RepeatedSteps) -> None:
         """Enters the launches of a run into the books; those of open steps settle later."""
         ledger, in_flight, ends = self._state.ledger, self._state.in_flight, run.end_ns
-        run.ended = ended = bisect_right(ends, run.asks_ns)
-        for segment in run.segments:
+        is_whole = self._state.depth == 1
+        run.ended = ended = run.count if is_whole else bisect_right(ends, run.asks_ns)
+        self._enter_ended(run, ended)
+        for segment in run.segments[run.entered :]:
             first, behind = segment.first, segment.first + segment.steps
             for i in range(max(first, ended), behind):
                 op = segment.op if i + 1 == behind else segment.again()
@@ -355,8 +408,20 @@ class Jump:
                 in_flight.add_tail(op, run.device)
                 self._open.append(OpenStep(ends[i], run, i, op))
                 first = i + 1
-            if first < behind:
-                ledger.touch_again(segment.op, behind - first, is_open=False)
+
+    def _enter_ended(self, run: RepeatedSteps, until: int) -> None:
+        """Enters the segments that end up to a step: no question comes before its end."""
+        touch_again, segments = self._state.ledger.touch_again, run.segments
+        if self._state.depth == 1:  # a part, whose segments have equal places
+            if run.entered < len(segments):
+                segment, run.entered = segments[run.entered], len(segments)
+                touch_again(segment.op, until - segment.first, is_open=False)
+            return
+        for segment in segments[run.entered :]:
+            if segment.first + segment.steps > until:
+                break
+            touch_again(segment.op, segment.steps, is_open=False)
+            run.entered += 1
 
     def _move_on(self, steps: StepsAhead, plan: RepeatedPlan, device: int) -> list[Job]:
         """Moves jobs on by all these steps; returns those that end with the last one.
@@ -392,7 +457,7 @@ def _times(
         steps = map(add, hosts, durations) if has_host else durations
         line = array("q", [*accumulate(steps, initial=now_ns)])
         issue = line[:-1]
-        return issue, array("q", map(add, issue, hosts)) if has_host else issue, line[1:]
+        return issue, array("q", map(add, issue, hosts)) if has_host else issue[:], line[1:]
     ends = [now_ns, *before[1:]]
     gaps = [*map(sub, ends[1:], ends), *durations]
     if min(gaps) >= max(hosts):  # a step is issued when one ends, and starts when another does

@@ -401,7 +401,7 @@ class StepsAhead(NamedTuple):
     end_ns: Times
     asks_ns: int  # when the engine may ask for the step behind the last one
     due: list[tuple[Taken, ...]]  # what grows at each step, in the order of booking
-    grown: Times  # KV pages taken up to and with each step
+    grown: Times  # KV pages taken up to and with each step, less those that came back
 
 
 @dataclass(slots=True, eq=False)
@@ -412,7 +412,7 @@ class RepeatedSteps:
     number: int  # of the first one, over the plans of the device
     device: int
     pool: Pool
-    returned: tuple[int, ...]
+    returned: dict[int, tuple[int, ...]]  # by step, the jobs whose memory comes back before it
     figures: tuple[Figures, ...]  # before the first step
     held_pages: int  # of KV, before the first step
     page_nbytes: int
@@ -428,13 +428,17 @@ class RepeatedSteps:
     ended: int  # steps that end before the next question
     told: int  # steps whose tokens are delivered
     last_pages: list[int]  # as `grown`, where the last steps settle
+    entered: int = 0  # segments whose launches are in the books
+    back_pages: int = 0  # of KV, which come back behind the last step
 
-    def add(self, steps: StepsAhead) -> None:
-        """Goes on with more steps."""
+    def add(self, steps: StepsAhead, returned: tuple[int, ...]) -> None:
+        """Goes on with more steps, before which memory of jobs comes back."""
+        if returned:
+            self.returned[self.count] = returned
         for segment in steps.segments:
             segment.first += self.count
-        pages = self.grown[-1]
-        self.grown.extend([pages + more for more in steps.grown])
+        pages, self.back_pages = self.grown[-1] - self.back_pages, 0
+        self.grown.extend(map(pages.__add__, steps.grown))
         self.segments += steps.segments
         self.issue_ns += steps.issue_ns
         self.start_ns += steps.start_ns
@@ -463,9 +467,12 @@ class RepeatedSteps:
         return found
 
     def unissued_pages(self, now_ns: int) -> int:
-        """KV pages of steps that are booked but issued only at `now_ns` or later."""
+        """KV pages of steps that are booked but issued only at `now_ns` or later.
+
+        Less than 0 where more pages come back than are taken.
+        """
         issued = bisect_left(self.issue_ns, now_ns)
-        return self.grown[-1] - (self.grown[issued - 1] if issued else 0)
+        return self.grown[-1] - self.back_pages - (self.grown[issued - 1] if issued else 0)
 
     def settled_pages(self) -> Times:
         """As `grown`, where each step settles: by then later steps are issued."""
@@ -481,7 +488,7 @@ class RepeatedSteps:
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
         for i, (at_ns, due) in enumerate(zip(self.issue_ns, self.due, strict=True)):
             plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self.segment(i).op))
-            yield self.step + i, self.device, at_ns, () if i else self.returned, plan
+            yield self.step + i, self.device, at_ns, self.returned.get(i, ()), plan
 
     def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:
         times = (self.issue_ns, self.start_ns, self.end_ns)

@@ -68,6 +68,10 @@ class ArrivalQueue:
             at_ns = self._timed[0] if at_ns is None else min(at_ns, self._timed[0])
         self.next_ns = at_ns
 
+    def releases_turn(self, job: Job) -> bool:
+        """Whether a turn of its session waits for a job's answer."""
+        return job.session is not None and (job.session, job.turn + 1) in self._turns
+
     def release_turn(self, job: Job) -> None:
         """A client has its answer (or was refused): its next turn arrives after its think time."""
         if job.session is None:

@@ -109,6 +109,8 @@ class LoopParts(NamedTuple):
     lifecycle: Lifecycle
     next_arrival_ns: Callable[[], int | None]
     serves_only: Callable[[], bool]
+    releases_turn: Callable[[Job], bool]
+    returns_memory: bool  # of jobs that have finished; else plans do
 
 
 class PlanReuse:

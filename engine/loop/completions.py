@@ -21,30 +21,72 @@ class DeferredFrees:
     """Per device, jobs that have finished and the plan they finished with, oldest first.
 
     When their memory is shown again depends on plans alone, never on how soon the engine notices an
-    end (law 11): the caller names the plan up to which it comes back.
+    end (law 11): the caller names the plan up to which it comes back. Steps that are issued as one
+    run also `expect` jobs, which finish while the run passes.
     """
 
-    def __init__(self, give_all: Callable[[int], None], recorder: Recorder, devices: int) -> None:
+    def __init__(
+        self, give_all: Callable[[int, bool], None], recorder: Recorder, devices: int
+    ) -> None:
+        """`give_all` gives back a job's memory; with True, no operation in flight will use it."""
         self._give_all, self._recorder = give_all, recorder
         self._queues: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
+        self._expected: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
+        self._given: set[int] = set()  # expected jobs whose memory is back
 
     def oldest(self, device: int) -> int | None:
         """The plan whose jobs' memory comes back next; None where no memory is deferred."""
         return self._queues[device][0][0] if self._queues[device] else None
 
+    def next_return(self, device: int) -> int | None:
+        """As `oldest`, of expected jobs too."""
+        found = self._queues[device] or self._expected[device]
+        return found[0][0] if found else None
+
+    def expect(self, device: int, number: int, job: Job) -> None:
+        """A job will finish with the device's plan of that number."""
+        self._expected[device].append((number, job))
+
     def leave(self, device: int, number: int, job: Job) -> None:
         """A job has finished with the device's plan of that number."""
+        if job.job_id in self._given:
+            self._given.remove(job.job_id)
+            return
+        expected = self._expected[device]
+        if expected and expected[0][1] is job:
+            expected.popleft()
         self._queues[device].append((number, job))
 
     def give_back(self, device: int, number: int) -> bool:
         """Gives back the memory of jobs up to the device's plan of that number; whether any did."""
         queue, is_any = self._queues[device], False
         while queue and queue[0][0] <= number:
-            _, job = queue.popleft()
-            self._give_all(job.job_id)
-            self._recorder.returned(job.job_id, device)
+            self._give(queue.popleft()[1], device)
             is_any = True
         return is_any
+
+    def due(self, device: int, number: int) -> list[Job]:
+        """The jobs up to the device's plan of that number, expected ones too."""
+        found: list[Job] = []
+        for queue in (self._queues[device], self._expected[device]):
+            for last, job in queue:
+                if last > number:
+                    break
+                found.append(job)
+        return found
+
+    def give_ahead(self, device: int, number: int) -> None:
+        """As `give_back`, of expected jobs too: they finish before the next plan is issued."""
+        self.give_back(device, number)
+        expected = self._expected[device]
+        while expected and expected[0][0] <= number:
+            job = expected.popleft()[1]
+            self._given.add(job.job_id)
+            self._give(job, device, has_ended=True)
+
+    def _give(self, job: Job, device: int, has_ended: bool = False) -> None:
+        self._give_all(job.job_id, has_ended)
+        self._recorder.returned(job.job_id, device)
 
 
 @dataclass(slots=True, eq=False)

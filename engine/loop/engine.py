@@ -190,6 +190,8 @@ class Engine(Lifecycle):
                 self,
                 lambda: self._arrivals.next_ns,
                 lambda: self._arrivals.serves_only,
+                lambda job: self._arrivals.releases_turn(job),
+                returns_memory,
             )
         )
         self._fruitless = 0  # plans in a row that launched and refused nothing

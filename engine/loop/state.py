@@ -47,6 +47,19 @@ class VirtualClock(simpy.Environment):
         return True
 
 
+def has_event_by(env: simpy.Environment, at_ns: int) -> bool:
+    """Whether a clock may not pass to a moment without an event.
+
+    Args:
+        env: the clock of the run.
+        at_ns: the moment, in ns.
+
+    Returns:
+        True where an event lies before it or at it, and of a clock that is not virtual.
+    """
+    return not isinstance(env, VirtualClock) or env.peek() <= at_ns
+
+
 def passed_to(env: simpy.Environment, at_ns: int) -> bool:
     """Passes a virtual clock to a moment.
 
@@ -373,9 +386,9 @@ class EngineState:
     def now_ns(self) -> int:
         return int(self.env.now)
 
-    def give_all(self, owner: int) -> None:
-        """Gives back all memory of an owner."""
-        for place in self.ledger.give_all(owner):
+    def give_all(self, owner: int, has_ended: bool = False) -> None:
+        """Gives back all memory of an owner; `has_ended`: no operation in flight will use it."""
+        for place in self.ledger.give_all(owner, has_ended):
             if self.store is not None and place.region.kind is not Kind.KV:
                 self.store.free(place)
 

@@ -348,11 +348,16 @@ class Ledger(Books):
             self.places_of[place.region.owner][place] = None
 
     # ---- giving back
-    def give(self, place: Place) -> None:
-        """Gives a place back: its bytes return, in issue order, when its users have ended."""
+    def give(self, place: Place, has_ended: bool = False) -> None:
+        """Gives a place back: its bytes return, in issue order, when its users have ended.
+
+        `has_ended`: they will have ended before the next plan is issued.
+        """
         (owner, kind, _, _), tier, device = place
         pool = (tier, device)
         users = self._board.leave(place)
+        if has_ended:
+            users = set()
         owned = self.places_of[owner]
         del owned[place]
         if not owned:
@@ -367,11 +372,11 @@ class Ledger(Books):
         if self._journal:
             self._journal.gave(place)
 
-    def give_all(self, owner: int) -> Sequence[Place]:
-        """Gives back all that an owner holds; returns where that was."""
+    def give_all(self, owner: int, has_ended: bool = False) -> Sequence[Place]:
+        """Gives back all that an owner holds; returns where that was. See `give`."""
         places = tuple(self.places_of.get(owner, ()))
         for place in places:
-            self.give(place)
+            self.give(place, has_ended)
         return places
 
     def _give_pages(self, pool: Pool, pages: Sequence[int], users: set[Op]) -> int:

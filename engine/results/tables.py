@@ -100,13 +100,13 @@ class ManySteps(Protocol):
     device: int
     step: int  # of the first one
     pool: Pool  # that grows
-    returned: tuple[int, ...]  # jobs whose memory came back before the first step
+    returned: dict[int, tuple[int, ...]]  # by step, the jobs whose memory came back before it
     issue_ns: Times
     start_ns: Times
     end_ns: Times
     settled: int  # steps that have no rows of their own; the others settle by themselves
     figures: tuple[Figures, ...]  # before the first step
-    grown: Times  # KV pages taken up to and with each step
+    grown: Times  # KV pages taken up to and with each step, less those that came back
     page_nbytes: int
 
     @property
@@ -575,8 +575,14 @@ def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
     at_ns = np.concatenate([_ints([row[2] for row in rows]), _joined([r.issue_ns for r in runs])])
     back = np.zeros(len(step), np.int64)  # jobs in each list
     back[: len(rows)] = _ints([len(row[3]) for row in rows])
-    back[len(rows) + starts_of(counts)[:-1]] = _ints([len(run.returned) for run in runs])
-    returned = _ints(chain(*[row[3] for row in rows], *[run.returned for run in runs]))
+    firsts = (len(rows) + starts_of(counts)[:-1]).tolist()
+    of_runs = [
+        (at + i, ids)
+        for at, run in zip(firsts, runs, strict=True)
+        for i, ids in run.returned.items()
+    ]
+    back[[at for at, _ in of_runs]] = [len(ids) for _, ids in of_runs]
+    returned = _ints(chain(*[row[3] for row in rows], *[ids for _, ids in of_runs]))
     grows = [plans.grows(taken) for run in runs for taken in run.grows()]
     launches = [plans.launch(part.op) for run in runs for part in run.segments]
     chosen = [bodies.setdefault(text, len(bodies)) for text in launches]

@@ -495,7 +495,9 @@ class Unbounded:
     ids=["step_tokens", "prompt_tokens", "max_jobs"],
 )
 def test_a_bound_that_does_not_hold_is_told(traits: Traits, told: str) -> None:
-    with pytest.raises(BrokenLaw, match=rf"^law 15: policy Unbounded with PagedRestart, step \d+.*{told}"):
+    with pytest.raises(
+        BrokenLaw, match=rf"^law 15: policy Unbounded with PagedRestart, step \d+.*{told}"
+    ):
         check_policy(Composed(Unbounded(traits), PagedRestart()))
     assert check_policy(Composed(Unbounded(Traits()), PagedRestart())) > 0
 

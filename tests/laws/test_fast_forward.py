@@ -188,6 +188,11 @@ def _check_ties(
             [(0, [(26, 3, 0)]), (0, [(22, 3, 0)]), (12, [(1, 1, 0)]), (0, [(1, 1, 0)])],
             *(2, 2),
         ),
+        (  # a step settles alone where memory has come back behind a run
+            *("vllm_v0", "reserved"),
+            [(18, [(1, 3, 0), (5, 5, 0), (5, 4, 0)]), (17, [(1, 5, 3), (22, 5, 1)])],
+            *(2, 3),
+        ),
     ],
 )
 def test_an_end_an_arrival_and_the_hosts_readiness_at_one_moment(
@@ -239,18 +244,30 @@ def test_run_ahead_takes_as_few_runs_as_one_plan_in_flight() -> None:
         assert len(run.recorder._facts.runs) == len(one.recorder._facts.runs)
 
 
-def test_an_end_without_a_waiting_job_takes_no_event() -> None:
-    """At run-ahead 1 a plan goes on behind them: as many events and questions as for one end."""
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_end_without_a_waiting_job_takes_no_run_and_no_event(depth: int) -> None:
+    """A run goes on behind ends: as many runs, events and questions as for one end of all."""
     policy, told = Composed(SCHEDULING["continuous"], MEMORY["restart"]), []
     for more in (0, 5):
         requests = [Request(i, 0, 10, 20 + more * i) for i in range(12)]
-        run = simulated(policy, requests, True, Shaped(700), 900, 0, depth=1)
-        told.append((run.asked, next(run.state.env._eid)))
+        run = simulated(policy, requests, True, Shaped(700), 900, 0, depth)
         runs = run.recorder._facts.runs
-        assert len(runs) == (13 if more else 2)
-        contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.segments]
-        assert not any([c.tail for c in contexts]), "the jobs in decode move together"
+        told.append((len(runs), run.asked, next(run.state.env._eid)))
+        contexts = [leg.pieces.contexts for later in runs[1:] for leg in later.segments]
+        assert not any([c.tail for c in contexts[1:]]), "the jobs in decode move together"
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_run_stops_where_an_end_releases_a_turn(depth: int) -> None:
+    """The turn arrives with the end: no later step is issued without a question."""
+    policy = Composed(SCHEDULING["chunked"], MEMORY["restart"])
+    rows = [(0, 10, 20, 0, 0), (0, 10, 90, 1, 0), (0, 10, 5, 0, 1)]
+    requests = [Request(i, *row) for i, row in enumerate(rows)]
+    both_simulated(policy, requests, Shaped(0), pages=900, host_pages=0, depth=depth)
+    plain = [Request(i, *row[:3]) for i, row in enumerate(rows[:2])]
+    run = simulated(policy, plain, True, Shaped(0), 900, 0, depth)
+    assert len(run.recorder._facts.runs) == 1, "without sessions the end of one cuts nothing"
 
 
 @pytest.mark.broad(2)
