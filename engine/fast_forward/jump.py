@@ -189,9 +189,10 @@ class Jump:
         if limit < 1 or not self._is_calm():
             return None
         until_ns, self._seen_ns = self._next_arrival_ns(), now_ns
-        for end in self._ends:
-            if end.is_bound:
-                until_ns = end.end_ns if until_ns is None else min(until_ns, end.end_ns)
+        for jobs_end in self._ends:
+            if jobs_end.is_bound:
+                end_ns = jobs_end.end_ns
+                until_ns = end_ns if until_ns is None else min(until_ns, end_ns)
                 break
         self._until_ns = until_ns
         still = repeat.still

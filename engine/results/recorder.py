@@ -238,7 +238,8 @@ class Recorder:
         self._count(len(run.issue_ns), now_ns)
         if self._keeps_steps:
             self._facts.runs.append(run)
-        self._unseen.discard(run.device)
+        if not self._returned.get(run.device):  # else memory has come back behind it
+            self._unseen.discard(run.device)
 
     def run_settled(self, run: ManySteps, until: int) -> None:
         """The steps of a run up to this one have ended."""

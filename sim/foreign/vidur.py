@@ -218,8 +218,8 @@ def _mix(launch: Launch) -> Mix:
         if behind.are_generated and not behind.tail:
             return lead, behind.total + lead, []
         if behind.are_generated:
-            prompts = map(_prompt_tokens, launch.op.slices[lead:])
-            rows = zip(pieces.tokens[lead:], behind.tail, prompts, strict=True)
+            own = map(_prompt_tokens, launch.op.slices[lead:])
+            rows = zip(pieces.tokens[lead:], behind.tail, own, strict=True)
             return _sorted(rows, lead, behind.total)
     tokens, contexts, _ = forward_shape(launch)
     prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
