@@ -52,6 +52,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("hashes.json", ALL, "hashes of whole files, provenance included"),
     LeftOut("provenance.json", "commit", "the checkout itself"),
     LeftOut("provenance.json", "dirty", "the checkout itself"),
+    LeftOut("provenance.json", "version", "stands where there is no commit"),
     LeftOut("provenance.json", "overrides", "holds the folder of the run that is played back"),
     LeftOut("status.json", "traceback", "names files and lines of the code"),
     LeftOut("memory.parquet", "process_bytes", "the process, as the operating system counts it"),
