@@ -27,7 +27,7 @@ from engine.loop.asking import LoopParts
 from engine.loop.state import EngineState, IssuedOp, Turn, has_event_by, passed_to
 from engine.results.tables import Times
 
-MOST = 1024  # steps of one jump
+MOST = 1024  # steps of one part of a run; a run of more gets no other part
 Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
 
 
@@ -46,11 +46,11 @@ class JobsEnd(NamedTuple):
     end_ns: int
     number: int  # of the step, over the plans of the device
     op: Compute
-    is_bound: bool  # nothing is known of the steps that are issued from then on
+    is_barrier: bool  # a turn of a session may arrive with it: no later step is issued ahead
 
 
 class Jump:
-    """Issues the steps up to the next end, or to the next arrival that may change the plan.
+    """Issues the steps up to the next arrival that may change the plan, or to where the plan ends.
 
     At a tie the arrival comes first.
 
@@ -64,8 +64,8 @@ class Jump:
     A run passes up to the issue of the step behind it, where the engine asks next. By then its last
     d-1 steps are open: they end while the next run passes. Only where no run follows does each of
     them settle by an event of its own. The memory of jobs that end with step i is back for step
-    i+d. A run goes on behind an end and behind that return, each time by a part of its own, unless
-    the end releases the next turn of a session.
+    i+d. A run goes on behind an end and behind that return, each time by a part of its own (see
+    `_go_on` for where it does not).
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Jump:
         self._run: RepeatedSteps | None = None  # the last run
         self._open: deque[OpenStep] = deque()
         self._ends: deque[JobsEnd] = deque()  # that have not come
+        self._barrier_ns: int | None = None  # the first of them that is a barrier
         self.steps = self.runs = 0
 
     def carry_out(
@@ -108,7 +109,9 @@ class Jump:
             self.steps, self.runs = self.steps + run.count, self.runs + 1
             level[device] += state.depth  # jobs that arrive meanwhile wake nothing
             yield from self._pass(run)
-            run.back_pages = 0  # all can be seen now
+            if run.back_pages:  # what came back behind its last step can be seen now
+                run.back_pages = 0
+                state.recorder.came_back(device)
             level[device] -= state.depth
             if self._open and not (state.jobs and level[device] == len(self._open) < state.depth):
                 self.settle_alone()
@@ -120,11 +123,13 @@ class Jump:
         """Lets time pass up to the next question. Jobs finish at the moment of their end."""
         state, ends, steps, asks_ns = self._state, self._ends, self._open, run.asks_ns
         env, now_ns, due, is_told = state.env, run.issue_ns[0], None, run.ended == run.count
-        is_first = True  # nothing comes before the next question
+        is_quiet = True  # no event comes before the next question
         while ends and ends[0].end_ns <= asks_ns:
-            end_ns, number, op, is_bound = ends.popleft()
-            is_first = is_first and not (is_bound or has_event_by(env, asks_ns))
-            if due is None and not is_first and (end_ns < asks_ns or not self._is_woken(run)):
+            end_ns, number, op, is_barrier = ends.popleft()
+            if is_barrier:
+                self._barrier_ns = next((end.end_ns for end in ends if end.is_barrier), None)
+            is_quiet = is_quiet and not (is_barrier or has_event_by(env, asks_ns))
+            if due is None and not is_quiet and (end_ns < asks_ns or not self._is_woken(run)):
                 due = simpy.Timeout(env, asks_ns - now_ns)
             if end_ns > now_ns and not passed_to(env, end_ns):
                 yield end_event(env, end_ns - now_ns)
@@ -169,6 +174,7 @@ class Jump:
             self._executor.hold(launch, Span(op, run.start_ns[i], end_ns), self._lifecycle.settle)
         self._open.clear()
         self._ends.clear()
+        self._barrier_ns = None
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later.
@@ -188,13 +194,8 @@ class Jump:
         limit, lead, depth = self._limit(repeat, device), len(repeat.decodes.ids), self._state.depth
         if limit < 1 or not self._is_calm():
             return None
-        until_ns, self._seen_ns = self._next_arrival_ns(), now_ns
-        for jobs_end in self._ends:
-            if jobs_end.is_bound:
-                end_ns = jobs_end.end_ns
-                until_ns = end_ns if until_ns is None else min(until_ns, end_ns)
-                break
-        self._until_ns = until_ns
+        until_ns = self._until_ns = self._next_change_ns()
+        self._seen_ns = now_ns
         still = repeat.still
         if still and not self._is_alone():
             still = 0
@@ -235,6 +236,13 @@ class Jump:
         asks_ns = max(asks_ns, issue[-1] + ahead[-1].host_ns)
         return StepsAhead(ahead, issue, start, end, asks_ns, due, grown)
 
+    def _next_change_ns(self) -> int | None:
+        """When a request arrives, or a turn that the end of another releases may."""
+        arrival_ns, barrier_ns = self._next_arrival_ns(), self._barrier_ns
+        if arrival_ns is None or barrier_ns is None:
+            return barrier_ns if arrival_ns is None else arrival_ns
+        return min(arrival_ns, barrier_ns)
+
     def _before(self) -> Sequence[int]:
         """When as many plans as may be in flight end, before the first step; 0 for none."""
         depth = self._state.depth
@@ -264,7 +272,7 @@ class Jump:
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        if (oldest := self._frees.next_return(device)) is not None:
+        if (oldest := self._frees.oldest_or_expected(device)) is not None:
             left = min(left, oldest + state.depth - state.in_flight.issued[device])
         return min(repeat.left, MOST, left)
 
@@ -308,7 +316,7 @@ class Jump:
             0,
             [],
         )
-        if self._book(run, steps, repeat) or self._frees.next_return(device) is not None:
+        if self._book(run, steps, repeat) or self._frees.oldest_or_expected(device) is not None:
             self._go_on(run, repeat, before, stands)
         self._enter(run)
         state.recorder.ran(run, now_ns)
@@ -325,11 +333,13 @@ class Jump:
         if done:
             op, number = steps.segments[-1].op, run.number + run.count - 1
             self._completions.end_with(op, done)
-            is_bound = not self._gives_ahead
+            is_barrier, end_ns = not self._gives_ahead, steps.end_ns[-1]
             for job in done if self._gives_ahead else ():
                 self._frees.expect(run.device, number, job)
-                is_bound |= self._releases_turn(job)
-            self._ends.append(JobsEnd(steps.end_ns[-1], number, op, is_bound))
+                is_barrier = is_barrier or self._releases_turn(job)
+            self._ends.append(JobsEnd(end_ns, number, op, is_barrier))
+            if is_barrier and self._barrier_ns is None:
+                self._barrier_ns = end_ns
         if repeat.tail:
             repeat.gather(ledger.pages, self._completions.tokens_left)
         return bool(done)
@@ -341,16 +351,22 @@ class Jump:
         before: Sequence[int],
         stands: Callable[[RepeatedPlan], bool],
     ) -> None:
-        """Goes on behind ends of jobs and returns of memory, while the plan stands."""
+        """Goes on behind ends of jobs and returns of memory, while the plan stands.
+
+        It stops where a request arrives or a turn may, where memory comes back otherwise than by
+        pages alone, and where the run is long.
+        """
         state, device = self._state, run.device
         depth, jobs = state.depth, state.jobs
-        while jobs and run.count < MOST and not self._may_change_by(run.asks_ns):
+        if depth == 1 and not self._gives_ahead:
+            return
+        while jobs and run.count < MOST:
+            change_ns = self._next_change_ns()
+            if change_ns is not None and change_ns <= run.asks_ns:
+                break
             number = state.in_flight.issued[device] - depth
-            if due := self._frees.due(device, number):
-                if not self._holds_pages_alone(due, device):
-                    break
-                self._give_ahead(run, number)
-            elif depth == 1:
+            last = self._frees.oldest_or_expected(device)
+            if last is not None and last <= number and not self._give_ahead(run, number):
                 break
             if not stands(repeat):
                 break
@@ -359,41 +375,34 @@ class Jump:
             if steps is None:
                 break
             run.add(steps, state.recorder.take_returned(device))
-            if not self._book(run, steps, repeat) and self._frees.next_return(device) is None:
+            has_end = self._book(run, steps, repeat)
+            if not has_end and self._frees.oldest_or_expected(device) is None:
                 break
         if not jobs and depth > 1:  # then nothing is asked
             run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns
 
-    def _may_change_by(self, now_ns: int) -> bool:
-        """Whether a request arrives up to this moment, or a turn that an end releases may."""
-        arrival_ns = self._next_arrival_ns()
-        if arrival_ns is not None and arrival_ns <= now_ns:
-            return True
-        for end in self._ends:
-            if end.is_bound:
-                return end.end_ns <= now_ns
-        return False
+    def _give_ahead(self, run: RepeatedSteps, number: int) -> bool:
+        """Memory of the jobs up to this plan comes back behind the last step of a run.
 
-    def _holds_pages_alone(self, jobs: Sequence[Job], device: int) -> bool:
-        """Whether jobs hold KV pages of the device and nothing else, of which figures tell."""
-        places_of = self._state.ledger.places_of
-        for job in jobs:
-            places = [*places_of.get(job.job_id, ())]
+        Returns False, and gives nothing, where it is not KV pages of the device alone: figures of a
+        run tell of no other memory.
+        """
+        state, ledger, device = self._state, self._state.ledger, run.device
+        if not self._gives_ahead:
+            return False
+        for job in self._frees.due(device, number):
+            places = [*ledger.places_of.get(job.job_id, ())]
             if len(places) != 1 or places[0][1:] != (Tier.GPU, device):
                 return False
             if places[0].region.kind is not Kind.KV:
                 return False
-        return self._gives_ahead
-
-    def _give_ahead(self, run: RepeatedSteps, number: int) -> None:
-        """Memory of the jobs up to this plan comes back behind the last step of a run."""
-        state, ledger = self._state, self._state.ledger
         self._enter_ended(run, run.count - state.depth + 1)
         pages = ledger.held_pages(run.pool)
-        self._frees.give_ahead(run.device, number)
+        self._frees.give_ahead(device, number)
         run.back_pages += pages - ledger.held_pages(run.pool)
         self._returned()
         state.release_idle()
+        return True
 
     def _enter(self, run: RepeatedSteps) -> None:
         """Enters the launches of a run into the books; those of open steps settle later."""
@@ -411,9 +420,9 @@ class Jump:
                 first = i + 1
 
     def _enter_ended(self, run: RepeatedSteps, until: int) -> None:
-        """Enters the segments that end up to a step: no question comes before its end."""
+        """Enters the segments up to a step; they end before the next question."""
         touch_again, segments = self._state.ledger.touch_again, run.segments
-        if self._state.depth == 1:  # a part, whose segments have equal places
+        if self._state.depth == 1:  # the segments of a part have equal places: one stands for all
             if run.entered < len(segments):
                 segment, run.entered = segments[run.entered], len(segments)
                 touch_again(segment.op, until - segment.first, is_open=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -340,6 +340,7 @@ class RunSegment:
         return Launch(self.again(), (), pieces)
 
 
+_first = attrgetter("first")  # step of a segment
 _job_id, _computed, _known = map(attrgetter, ("job_id", "computed_tokens", "known_tokens"))
 
 
@@ -393,7 +394,7 @@ def _with_tail(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> It
 
 
 class StepsAhead(NamedTuple):
-    """Steps up to the end of a job, not issued yet: a run, or a part of one (run-ahead)."""
+    """Steps up to the end of a job, not issued yet: a run, or a part of one."""
 
     segments: list[RunSegment]
     issue_ns: Times
@@ -401,7 +402,7 @@ class StepsAhead(NamedTuple):
     end_ns: Times
     asks_ns: int  # when the engine may ask for the step behind the last one
     due: list[tuple[Taken, ...]]  # what grows at each step, in the order of booking
-    grown: Times  # KV pages taken up to and with each step, less those that came back
+    grown: Times  # KV pages taken up to and with each step
 
 
 @dataclass(slots=True, eq=False)
@@ -453,7 +454,7 @@ class RepeatedSteps:
 
     def segment(self, step: int) -> RunSegment:
         """The segment of a step."""
-        return next(segment for segment in reversed(self.segments) if segment.first <= step)
+        return self.segments[bisect_right(self.segments, step, key=_first) - 1]
 
     def tokens(self, until: int) -> list[tuple[tuple[int, ...], Times]]:
         """Requests that get tokens in the steps up to this one that are not told, and when."""

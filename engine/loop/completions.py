@@ -38,7 +38,7 @@ class DeferredFrees:
         """The plan whose jobs' memory comes back next; None where no memory is deferred."""
         return self._queues[device][0][0] if self._queues[device] else None
 
-    def next_return(self, device: int) -> int | None:
+    def oldest_or_expected(self, device: int) -> int | None:
         """As `oldest`, of expected jobs too."""
         found = self._queues[device] or self._expected[device]
         return found[0][0] if found else None
@@ -82,11 +82,11 @@ class DeferredFrees:
         while expected and expected[0][0] <= number:
             job = expected.popleft()[1]
             self._given.add(job.job_id)
-            self._give(job, device, has_ended=True)
+            self._give(job, device, is_ahead=True)
 
-    def _give(self, job: Job, device: int, has_ended: bool = False) -> None:
-        self._give_all(job.job_id, has_ended)
-        self._recorder.returned(job.job_id, device)
+    def _give(self, job: Job, device: int, is_ahead: bool = False) -> None:
+        self._give_all(job.job_id, is_ahead)
+        self._recorder.returned(job.job_id, device, is_ahead)
 
 
 @dataclass(slots=True, eq=False)

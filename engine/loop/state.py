@@ -48,14 +48,14 @@ class VirtualClock(simpy.Environment):
 
 
 def has_event_by(env: simpy.Environment, at_ns: int) -> bool:
-    """Whether a clock may not pass to a moment without an event.
+    """Whether an event comes before a clock has passed a moment.
 
     Args:
         env: the clock of the run.
         at_ns: the moment, in ns.
 
     Returns:
-        True where an event lies before it or at it, and of a clock that is not virtual.
+        True where an event lies up to the moment, and of every clock that is not virtual.
     """
     return not isinstance(env, VirtualClock) or env.peek() <= at_ns
 

@@ -199,9 +199,17 @@ class Recorder:
     def arrived(self, request: Request, now_ns: int, device: int | None = 0) -> None:
         self.outcomes[request.request_id] = Outcome(request, now_ns, device)
 
-    def returned(self, job_id: int, device: int) -> None:
-        """The memory that a finished job held on a device has come back."""
+    def returned(self, job_id: int, device: int, is_ahead: bool = False) -> None:
+        """The memory that a finished job held on a device has come back.
+
+        `is_ahead`: behind the steps of a run that are issued; `came_back` tells when they are over.
+        """
         self._returned[device].append(job_id)
+        if not is_ahead:
+            self._unseen.add(device)
+
+    def came_back(self, device: int) -> None:
+        """Memory that was given back ahead can be seen now."""
         self._unseen.add(device)
 
     @property
@@ -238,8 +246,7 @@ class Recorder:
         self._count(len(run.issue_ns), now_ns)
         if self._keeps_steps:
             self._facts.runs.append(run)
-        if not self._returned.get(run.device):  # else memory has come back behind it
-            self._unseen.discard(run.device)
+        self._unseen.discard(run.device)
 
     def run_settled(self, run: ManySteps, until: int) -> None:
         """The steps of a run up to this one have ended."""

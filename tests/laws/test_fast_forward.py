@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract.plan import Plan
+from engine.contract.policy import Traits
 from engine.contract.regions import Tier
+from engine.contract.view import View
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
@@ -256,6 +259,35 @@ def test_an_end_without_a_waiting_job_takes_no_run_and_no_event(depth: int) -> N
         contexts = [leg.pieces.contexts for later in runs[1:] for leg in later.segments]
         assert not any([c.tail for c in contexts[1:]]), "the jobs in decode move together"
     assert told[0] == told[1]
+
+
+class Pauses(Composed):
+    """Promises nothing, asks for a moment with plan 6, and plans nothing once two plans later."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        if view.issued == 6:
+            return Plan(plan.ops, plan.restart, plan.refuse, wake_ns=view.now_ns + 1)
+        return Plan() if view.issued == 8 and view.in_flight else plan
+
+
+class Even(Shaped):
+    """Every launch takes the same time."""
+
+    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+        return 700
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_memory_that_comes_back_behind_a_run_has_its_row_where_no_plan_follows(depth: int) -> None:
+    """Also where a step that was issued alone settles while the run passes."""
+    requests = [Request(0, 0, 4, 6), Request(1, 0, 4, 30)]
+    policy = Pauses(SCHEDULING["continuous"], MEMORY["restart"])
+    both_simulated(policy, requests, Even(1_000), pages=100, host_pages=0, depth=depth)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

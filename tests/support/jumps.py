@@ -112,6 +112,12 @@ def check_equal(fast: Engine, slow: Engine) -> None:
     assert (fast.steps, fast.state.env.now) == (slow.steps, slow.state.env.now)
     theirs = page_tables(slow)
     assert all(tables == theirs[step] for step, tables in page_tables(fast).items())
+    reuse = fast.reuse
+    assert isinstance(reuse, FastForward)
+    if (jump := reuse.jump) is not None:
+        frees = jump._frees
+        left = [*frees._queues, *frees._expected, frees._given, jump._ends, jump._open]
+        assert not any(left) and jump._barrier_ns is None, "a run leaves nothing behind"
 
 
 def page_tables(engine: Engine) -> dict[int, list[list[int]]]:
