@@ -15,7 +15,7 @@ import simpy
 from engine.contract.executor import Launch, Repeater, Span, end_event
 from engine.contract.job import Job
 from engine.contract.plan import Compute
-from engine.contract.regions import Kind, Tier
+from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import (
     RepeatedPlan,
     RepeatedSteps,
@@ -188,14 +188,21 @@ class Jump:
 
     # ---- planning: nothing is changed
     def _look_ahead(
-        self, repeat: RepeatedPlan, device: int, now_ns: int, before: Sequence[int]
+        self,
+        repeat: RepeatedPlan,
+        device: int,
+        now_ns: int,
+        before: Sequence[int],
+        until_ns: int | None,
     ) -> StepsAhead | None:
-        """The next steps, behind plans that end at `before`; None where one is issued by itself."""
+        """The next steps, behind plans that end at `before`; None where one is issued by itself.
+
+        From `until_ns` on none is issued, but for those that no arrival changes.
+        """
         limit, lead, depth = self._limit(repeat, device), len(repeat.decodes.ids), self._state.depth
         if limit < 1 or not self._is_calm():
             return None
-        until_ns = self._until_ns = self._next_change_ns()
-        self._seen_ns = now_ns
+        self._until_ns, self._seen_ns = until_ns, now_ns
         still = repeat.still
         if still and not self._is_alone():
             still = 0
@@ -272,8 +279,8 @@ class Jump:
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        if (oldest := self._frees.oldest_or_expected(device)) is not None:
-            left = min(left, oldest + state.depth - state.in_flight.issued[device])
+        if state.depth > 1 and (last := self._frees.oldest_or_expected(device)) is not None:
+            left = min(left, last + state.depth - state.in_flight.issued[device])
         return min(repeat.left, MOST, left)
 
     def _is_alone(self) -> bool:
@@ -295,7 +302,7 @@ class Jump:
         """Books and issues the steps of the next run; None where there is none."""
         state, before = self._state, self._before()
         now_ns = state.now_ns
-        steps = self._look_ahead(repeat, device, now_ns, before)
+        steps = self._look_ahead(repeat, device, now_ns, before, self._next_change_ns())
         if steps is None:
             return None
         count, pool = len(steps.issue_ns), (Tier.GPU, device)
@@ -316,9 +323,14 @@ class Jump:
             0,
             [],
         )
-        if self._book(run, steps, repeat) or self._frees.oldest_or_expected(device) is not None:
+        is_alone = state.depth == 1
+        has_end = self._book(run, steps, repeat)
+        if has_end or not (is_alone or self._frees.oldest_or_expected(device) is None):
             self._go_on(run, repeat, before, stands)
-        self._enter(run)
+        if is_alone:
+            self._enter_ended(run, run.count)
+        else:
+            self._enter(run)
         state.recorder.ran(run, now_ns)
         return run
 
@@ -370,13 +382,13 @@ class Jump:
                 break
             if not stands(repeat):
                 break
-            ends = [*before, *run.end_ns[-depth:]][-depth:]
-            steps = self._look_ahead(repeat, device, run.asks_ns, ends)
+            ends = before if depth == 1 else [*before, *run.end_ns[-depth:]][-depth:]
+            steps = self._look_ahead(repeat, device, run.asks_ns, ends, change_ns)
             if steps is None:
                 break
             run.add(steps, state.recorder.take_returned(device))
             has_end = self._book(run, steps, repeat)
-            if not has_end and self._frees.oldest_or_expected(device) is None:
+            if not has_end and (depth == 1 or self._frees.oldest_or_expected(device) is None):
                 break
         if not jobs and depth > 1:  # then nothing is asked
             run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns
@@ -390,16 +402,18 @@ class Jump:
         state, ledger, device = self._state, self._state.ledger, run.device
         if not self._gives_ahead:
             return False
+        pages, tables = 0, ledger.pages
         for job in self._frees.due(device, number):
-            places = [*ledger.places_of.get(job.job_id, ())]
-            if len(places) != 1 or places[0][1:] != (Tier.GPU, device):
+            places = ledger.places_of.get(job.job_id, ())
+            if len(places) != 1:
                 return False
-            if places[0].region.kind is not Kind.KV:
+            (place,) = places
+            if place not in tables or place.pool != run.pool:
                 return False
+            pages += len(tables[place])
         self._enter_ended(run, run.count - state.depth + 1)
-        pages = ledger.held_pages(run.pool)
         self._frees.give_ahead(device, number)
-        run.back_pages += pages - ledger.held_pages(run.pool)
+        run.back_pages += pages
         self._returned()
         state.release_idle()
         return True
@@ -407,8 +421,7 @@ class Jump:
     def _enter(self, run: RepeatedSteps) -> None:
         """Enters the launches of a run into the books; those of open steps settle later."""
         ledger, in_flight, ends = self._state.ledger, self._state.in_flight, run.end_ns
-        is_whole = self._state.depth == 1
-        run.ended = ended = run.count if is_whole else bisect_right(ends, run.asks_ns)
+        run.ended = ended = bisect_right(ends, run.asks_ns)
         self._enter_ended(run, ended)
         for segment in run.segments[run.entered :]:
             first, behind = segment.first, segment.first + segment.steps

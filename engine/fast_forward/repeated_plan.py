@@ -446,7 +446,7 @@ class RepeatedSteps:
         self.end_ns += steps.end_ns
         self.asks_ns = steps.asks_ns
         self.due += steps.due
-        self.count = self.settled = len(self.issue_ns)
+        self.count = self.settled = self.ended = len(self.issue_ns)
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
