@@ -84,7 +84,9 @@ def main() -> int:
             words = [*workload.settings, "trace=file", f"trace.path={trace}"]
             words += [f"--load={','.join(map(str, loads))}", f"--reruns={reruns}"]
             say(f"{workload.name}: tandem fidelity {' '.join(words)}")
-            tandem(["fidelity", *words, f"--out={root / workload.name}"])
+            code = tandem(["fidelity", *words, f"--out={root / workload.name}"])
+            if code > 128:  # told to end
+                return code
             page = root / workload.name / REPORT / "fidelity.json"
             found = json.loads(page.read_text(encoding="utf-8")) if page.is_file() else {}
             table = pd.concat([table, judged(workload.name, found, loads)], ignore_index=True)
