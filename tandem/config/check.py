@@ -126,7 +126,7 @@ def did_you_mean(wrong: str, known: Any) -> str:
     """A clause that suggests the nearest known names, or lists the few there are."""
     names = list(dict.fromkeys(map(str, known)))
     begun = [name for name in names if wrong and name.startswith(wrong)]  # chunked: chunked_swap
-    near = [*dict.fromkeys([*begun, *get_close_matches(wrong, names, n=3, cutoff=0.65)])][:3]
+    near = [*dict.fromkeys([*get_close_matches(wrong, names, n=3, cutoff=0.65), *begun])][:3]
     near = near or [name for name in names if wrong and wrong in name][:3]
     if near:
         return f"; did you mean {' or '.join(near)}?"

@@ -254,7 +254,9 @@ def test_causes_of_what_reruns_hide_are_left_out(comparison: Comparison, tmp_pat
 
 
 def test_drift_is_shown_beside_the_errors(comparison: Comparison) -> None:
-    assert verdicts.table(comparison).endswith("drift of the machine        +1.0 %")
+    told = verdicts.table(comparison)
+    assert "drift of the machine        +1.0 %\n\n" in told, "and the verdict ends the table"
+    assert told.split("\n\n")[-1].replace("\n", " ").startswith("sim, predicted, against cpu")
     provenance = {**comparison.measurement.provenance, "probe_ratios": {"decode": 1.2}}
     moved = replace(comparison.measurement, provenance=provenance)
     assert "+20.0 %: errors of that size" in verdicts.table(replace(comparison, measurement=moved))

@@ -75,9 +75,8 @@ def test_a_comparison_tells_of_steps_and_losses(
             assert wanted in said
         assert "throughput" not in headline(found) and "after the first" in headline(found)
         assert "tokens/s after the first" in table(found)
-        steps = [
-            line.partition("  ")[0] for line in table(found).splitlines() if "step" in line[:27]
-        ]
+        rows = table(found).rpartition("\n\n")[0].splitlines()  # the verdict ends the table
+        steps = [row.partition("  ")[0] for row in rows if "step" in row[:27]]
         assert steps == ["mean step after the first", "first step, which warms up"]
         assert all(len(line) <= 80 for line in table(found).splitlines())
         assert len(as_dict(found)["training"]) == 3
