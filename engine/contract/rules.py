@@ -358,12 +358,12 @@ def name_of(policy: object) -> str:
     """A policy's name for messages.
 
     Args:
-        policy: a policy, or one that asks the policy that it has as `watched`.
+        policy: a policy, or one that asks the policy that it has as `watched_policy`.
 
     Returns:
         Its class, or `SCHEDULING with MEMORY` where it has two halves.
     """
-    policy = getattr(policy, "watched", policy)
+    policy = getattr(policy, "watched_policy", policy)
     halves = [(getattr(policy, half, None), method) for half, method in HALVES]
     names = [type(half).__name__ for half, method in halves if hasattr(half, method)]
     return " with ".join(names) or type(policy).__name__

@@ -54,12 +54,7 @@ class FastForward(PlanReuse):
         is_watched = state.is_watched or state.recorder.is_metered
         executor = state.executor
         if state.forced and not is_watched and isinstance(executor, Repeater):
-            self.jump = Jump(
-                state,
-                parts,
-                self.returned,
-                executor,
-            )
+            self.jump = Jump(state, parts, self.returned, executor)
 
     # ---- which questions are spared
     def next(self) -> Plan | None:

@@ -323,11 +323,11 @@ class Jump:
             0,
             [],
         )
-        is_alone = state.depth == 1
+        depth = state.depth
         has_end = self._book(run, steps, repeat)
-        if has_end or not (is_alone or self._frees.oldest_or_expected(device) is None):
+        if has_end or (depth > 1 and self._frees.oldest_or_expected(device) is not None):
             self._go_on(run, repeat, before, stands)
-        if is_alone:
+        if depth == 1:
             self._enter_ended(run, run.count)
         else:
             self._enter(run)

@@ -246,7 +246,7 @@ class WatchedPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self.traits = traits_of(policy)
-        self.watched, self._now_ns = policy, 0
+        self.watched_policy, self._now_ns = policy, 0
         self._wants_nothing = False  # the last answer, while no launch was in flight
         self._idle = ""  # the first question behind which time passed so
         self.idle_without_a_plan = self.asked = 0
@@ -254,7 +254,7 @@ class WatchedPolicy:
     @property
     def notes_reads(self) -> bool:
         """As the policy that it asks."""
-        return notes_reads(self.watched)
+        return notes_reads(self.watched_policy)
 
     def plan(self, view: View) -> Plan:
         """The policy's plan for a view.
@@ -263,20 +263,20 @@ class WatchedPolicy:
             BrokenLaw: the policy changes the view or answers an equal view otherwise, a batch is
                 beyond the bounds of its traits, or the clock runs back.
         """
-        where = f"policy {name_of(self.watched)}, step {view.issued}, device {view.device}"
+        where = f"policy {name_of(self.watched_policy)}, step {view.issued}, device {view.device}"
         if view.now_ns < self._now_ns:
             raise BrokenLaw(f"law 6: {where}: the clock ran back")
         self.idle_without_a_plan += self._wants_nothing and view.now_ns > self._now_ns
         self._now_ns = view.now_ns
         self.asked += 1
         before = snapshot(view)
-        plan = self.watched.plan(view)
+        plan = self.watched_policy.plan(view)
         if (after := snapshot(view)) != before:
             what = of_views(before, after, NAMES)
             raise BrokenLaw(
                 f"law 8: {where}: the policy changed what it was shown, {what}: work on a copy"
             )
-        again: object = self.watched.plan(view)
+        again: object = self.watched_policy.plan(view)
         written = _written(plan)
         if written is None:
             return plan  # the engine's check says what is wrong with it
