@@ -69,7 +69,7 @@ def operators(
     decodes = [c for n, c in pairs if n == 1 and c]
     slices = [(n, c) for n, c in pairs if n > 1 or not c]
     layers = spec.num_layers
-    ops = [product(spec, "linear", layers, total, *shape) for shape in _matrices(spec)]
+    ops = [product(spec, "linear", layers, total, *shape) for shape in matrices(spec)]
     ops.append(elementwise(spec, layers, total))
     ops += [prefill_operator(spec, layers, n, c) for n, c in slices]
     groups = [decodes] if fused_decode and decodes else [[c] for c in decodes]
@@ -80,8 +80,15 @@ def operators(
     return [*ops, Operator("embed", 1, 0, total * row_bytes, total)]
 
 
-def _matrices(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Shapes (in, out) of one layer's products, unmerged as Hugging Face runs them."""
+def matrices(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Shapes of the products of a layer, unmerged as Hugging Face runs them.
+
+    Args:
+        spec: The model.
+
+    Returns:
+        Numbers of a row before and behind each product.
+    """
     hidden, inner = spec.hidden_size, spec.intermediate_size
     if spec.family == "gpt2":
         return [(hidden, 3 * hidden), (hidden, hidden), (hidden, inner), (inner, hidden)]

@@ -40,6 +40,7 @@ class TrainingProgress:
 
     Attributes:
         first: the unit at which a backward ends.
+        released: samples of a finetuning job that are there.
         trained_by: by chunk that trains, the units that add to its gradients.
         step: steps that are issued whole.
         updated: by chunk that trains, updates that are issued.
@@ -53,6 +54,7 @@ class TrainingProgress:
         "first",
         "layout",
         "recorded_tokens",
+        "released",
         "spec",
         "step",
         "trained_by",
@@ -63,6 +65,7 @@ class TrainingProgress:
     first: int
     trained_by: Mapping[int, Sequence[int]]
     recorded_tokens: int
+    released: int
     step: int
     updated: Mapping[int, int]
     _updated: dict[int, int]  # behind `updated`, for the engine to count in
@@ -82,6 +85,7 @@ class TrainingProgress:
         object.__setattr__(self, "first", first)
         object.__setattr__(self, "trained_by", MappingProxyType(trained_by))
         object.__setattr__(self, "recorded_tokens", recorded_tokens)
+        object.__setattr__(self, "released", sum([not s.release_ns for s in spec.samples]))
         object.__setattr__(self, "step", 0)
         object.__setattr__(self, "_updated", updated)
         object.__setattr__(self, "updated", MappingProxyType(updated))
@@ -136,7 +140,7 @@ class TrainingProgress:
         Returns:
             Tokens done per unit, forward and backward.
         """
-        units, total = self.spec.num_units, self.spec.microbatch_tokens
+        units, total = self.spec.num_units, self.spec.tokens_of(microbatch)
         if microbatch < self.microbatches.start:
             return [total] * units, [total] * units
         forward = self._forward.get(microbatch) or [self.recorded_tokens] * units
@@ -170,16 +174,25 @@ class TrainingProgress:
     def _count_update(self, chunk: int) -> None:
         self._updated[chunk] += 1
 
+    def _release(self) -> None:
+        """The next sample is there."""
+        object.__setattr__(self, "released", self.released + 1)
+
     def _move(self, microbatch: int, is_forward: bool, units: Iterable[int], tokens: int) -> None:
         done = self._progress(microbatch)[0 if is_forward else 1]
         for unit in units:
             list.__setitem__(done, unit, done[unit] + tokens)
 
     def _forget(self) -> None:
-        """Starts the microbatches under way anew, without the activations that serving kept."""
+        """Starts the microbatches under way anew, without the activations that serving kept.
+
+        Of a finetuning job that is its sample: those before it have added their gradients.
+        """
         object.__setattr__(self, "recorded_tokens", 0)
-        self._forward.clear()
-        self._backward.clear()
+        stays = {k for k in self._forward if self.spec.finetunes and self.is_trained(k)}
+        for done in (self._forward, self._backward):
+            for microbatch in [k for k in done if k not in stays]:
+                del done[microbatch]
 
     def version(self, unit: int) -> int:
         """The version of a unit's weights: the number of their updates that are issued.
@@ -202,7 +215,26 @@ class TrainingProgress:
         Returns:
             True once every unit that trains has its backward.
         """
-        return self.frontier(microbatch)[1][self.first] >= self.spec.microbatch_tokens
+        return self.frontier(microbatch)[1][self.first] >= self.spec.tokens_of(microbatch)
+
+    @property
+    def sample(self) -> int | None:
+        """The microbatch whose sample a finetuning job is at; None where updates are due."""
+        for microbatch in self.microbatches:
+            if not self.is_trained(microbatch):
+                return microbatch
+        return None
+
+    def is_released(self, microbatch: int) -> bool:
+        """Whether the sample of a microbatch is there.
+
+        Args:
+            microbatch: counted through the finetuning job.
+
+        Returns:
+            True also behind the last sample, where the job goes through them again.
+        """
+        return microbatch < self.released or self.released == len(self.spec.samples)
 
     def _complete_steps(self) -> bool:
         """Counts steps that are complete now; returns whether there is a new one."""
@@ -223,8 +255,9 @@ class TrainingProgress:
     @property
     def position(self) -> int:
         """The index in `tasks` of the next task, where tasks are issued in that order."""
-        total, units, at = self.spec.microbatch_tokens, self.spec.num_units, 0
+        units, at = self.spec.num_units, 0
         for microbatch in self.microbatches:
+            total = self.spec.tokens_of(microbatch)
             forward, backward = self.frontier(microbatch)
             if forward[-1] < total:
                 return at + sum([done >= total for done in forward])

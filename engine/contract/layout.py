@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engine.contract.regions import Place
 
 if TYPE_CHECKING:
-    from models.training.shape import TrainingShape
+    from models.training.shape import TrainingShape, WindowBytes
 
 
 WIDENED = 1 << 22  # 16-bit gradients become float32 for an update, so many elements at a time
@@ -101,12 +101,14 @@ class TrainingLayout:
         units: its units, in the order of the forward.
         first: the unit at which a backward ends.
         ranks: devices of the group.
+        windows: of a finetuning job, its bytes per token; None of another.
     """
 
     chunks: tuple[Chunk, ...]
     units: tuple[Unit, ...]
     first: int = 0
     ranks: int = 1
+    windows: WindowBytes | None = None
 
     def __repr__(self) -> str:
         return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
@@ -184,6 +186,46 @@ def lay_out(
             Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, tied_bytes)
         )
     return TrainingLayout(made, tuple(units), first, ranks)
+
+
+def lay_out_windows(
+    shape: TrainingShape, chunks: Sequence[Sequence[int]], modes: Sequence[Mode]
+) -> TrainingLayout:
+    """The layout of a finetuning job: chunks of what it trains, and units in windows of tokens.
+
+    Frozen parameters are in no chunk: they are the weights that are served. Gradients are float32.
+
+    Args:
+        shape: parameters and units of the model, with its `windows`.
+        chunks: by chunk, its parameters by number; each parameter that trains is in one.
+        modes: by unit, where activations are between forward and backward.
+
+    Returns:
+        Chunks in the order given, and one unit per unit of the shape.
+    """
+    assert shape.windows is not None, "a shape of a job that finetunes"
+    made = tuple([_trained_chunk(shape, own) for own in chunks])
+    where = {p: c for c, chunk in enumerate(made) for p in chunk.parameters}
+    trained = [p for p, parameter in enumerate(shape.parameters) if parameter.trains]
+    assert sorted(where) == trained, "each parameter that trains is in one chunk"
+    units = list[Unit]()
+    for unit, mode in zip(shape.units, modes, strict=True):
+        own = _in_order(where[p] for p in unit.parameters if p in where)
+        units.append(Unit(own, own, mode, 0, 0, 0, 0, 0))
+    first = [bool(unit.trained) for unit in units].index(True)
+    return TrainingLayout(made, tuple(units), first, windows=shape.windows)
+
+
+def _trained_chunk(shape: TrainingShape, parameters: Sequence[int]) -> Chunk:
+    own = [shape.parameters[p] for p in parameters]
+    count = sum([p.elements for p in own])
+    assert all([p.trains for p in own]), "a chunk of what trains"
+    return Chunk(
+        tuple(parameters),
+        count * shape.item_bytes,
+        count * WIDE_BYTES,
+        count * shape.optimizer_item_bytes,
+    )
 
 
 def equal_share(ranks: int) -> Fraction:

@@ -73,16 +73,53 @@ def advance_training(piece: Slice, training: TrainingProgress | None = None) -> 
         for chunk in piece.layers or training.trained_by:
             training._count_update(chunk)
         return training._complete_steps()
-    is_forward = piece.work is Work.FORWARD
+    is_forward, head = piece.work is Work.FORWARD, training.spec.num_units - 1
     units = piece.layers or range(training.spec.num_units)
     training._move(piece.microbatch, is_forward, units, piece.tokens)
+    if is_forward and training.spec.finetunes and head in units:
+        training._move(piece.microbatch, False, (head,), piece.tokens)
     return not is_forward and training._complete_steps()
+
+
+def context_of(piece: Slice) -> int:
+    """The tokens before a slice: in the KV of its job, or in the sample of a finetuning job.
+
+    Args:
+        piece: a slice that is not issued yet.
+
+    Returns:
+        The computed tokens of a served job; `start_of` a slice that trains.
+    """
+    training = piece.job.training
+    return piece.job.computed_tokens if training is None else start_of(piece, training)
+
+
+def start_of(piece: Slice, training: TrainingProgress) -> int:
+    """The first token of a window in the sample of its job.
+
+    Args:
+        piece: a slice that trains, and is not issued yet.
+        training: the progress of its job.
+
+    Returns:
+        Tokens before the window; 0 where a job does not finetune.
+    """
+    if not training.spec.finetunes or piece.work is Work.UPDATE:
+        return 0
+    forward, backward = training.frontier(piece.microbatch)
+    if piece.work is Work.FORWARD:
+        return forward[piece.layers.start if piece.layers else 0]
+    assert piece.layers is not None, "a backward names its units"
+    left = training.spec.tokens_of(piece.microbatch) - backward[piece.layers.start]
+    return left - piece.tokens  # windows go from the last token to the first
 
 
 def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -> None:
     """Checks that a slice of training may be issued now.
 
-    Where chunks are laid out a slice is one unit of a whole microbatch, or one chunk's update.
+    Where chunks are laid out a slice is one unit of a whole microbatch, or one chunk's update. A
+    finetuning job goes through its units by windows of a sample instead: forward in the order of
+    its tokens, and back in the reverse order, one unit at a time or whole.
 
     Args:
         piece: the slice.
@@ -96,10 +133,11 @@ def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -
     job_id = job.job_id
     if not isinstance(work, Work):
         _refuse(job_id, f"{work!r} is no work: take Work.FORWARD, BACKWARD or UPDATE")
+    is_cut = training.spec.finetunes and work is not Work.UPDATE  # in windows
     whole = 1 if work is Work.UPDATE else training.spec.microbatch_tokens
     if type(tokens) is not int or tokens < 1:
         _refuse(job_id, f"a slice of {tokens!r} tokens: a whole number from 1 on")
-    if training.layout is not None and tokens != whole:
+    if training.layout is not None and tokens != whole and not is_cut:
         _refuse(job_id, f"{work} of {tokens} tokens: always {whole} where chunks are laid out")
     if training.is_complete:
         _refuse(job_id, f"{work} behind the last of its {training.spec.num_steps} steps")
@@ -111,8 +149,11 @@ def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -
     own = training.microbatches
     if microbatch not in own:
         _refuse(job_id, f"microbatch {microbatch}: the step has {own.start} to {own.stop - 1}")
-    if again and work is not Work.FORWARD:
-        _refuse(job_id, f"{work} again: only a forward is repeated")
+    if again and (work is not Work.FORWARD or is_cut):
+        what = "a backward of windows repeats it" if is_cut else "only a forward is repeated"
+        _refuse(job_id, f"{work} again: {what}")
+    if is_cut:
+        _check_sample(job_id, microbatch, training)
     if again:
         _check_again(job_id, parts, microbatch, training)
     elif work is Work.FORWARD:
@@ -146,7 +187,7 @@ def _parts(piece: Slice, training: TrainingProgress) -> range | tuple[int, ...]:
         return range(training.spec.num_units)
     if not isinstance(layers, range) or layers.step != 1 or not layers:
         _refuse(job_id, f"{work} of layers {layers!r}: a range of units, or of chunks to update")
-    if training.layout is not None and len(layers) != 1:
+    if training.layout is not None and len(layers) != 1 and not training.spec.finetunes:
         _refuse(job_id, f"{work} of {len(layers)} units: one, where chunks are laid out")
     if work is Work.UPDATE:
         for chunk in layers:
@@ -157,6 +198,15 @@ def _parts(piece: Slice, training: TrainingProgress) -> range | tuple[int, ...]:
     return layers
 
 
+def _check_sample(job_id: int, microbatch: int, training: TrainingProgress) -> None:
+    """A finetuning job is at one sample, which has been released."""
+    if microbatch != training.sample:
+        at = "updates are due" if training.sample is None else f"it is at {training.sample}"
+        _refuse(job_id, f"sample of microbatch {microbatch}: one at a time, and {at}")
+    if not training.is_released(microbatch):
+        _refuse(job_id, f"the sample of microbatch {microbatch} is not there yet")
+
+
 def _check_forward(
     job_id: int,
     units: range | tuple[int, ...],
@@ -164,7 +214,7 @@ def _check_forward(
     microbatch: int,
     training: TrainingProgress,
 ) -> None:
-    total, done = training.spec.microbatch_tokens, training.frontier(microbatch)[0]
+    total, done = training.spec.tokens_of(microbatch), training.frontier(microbatch)[0]
     below = total if units[0] == 0 else done[units[0] - 1]
     for unit in units:
         after = done[unit] + tokens
@@ -172,7 +222,8 @@ def _check_forward(
             _refuse(job_id, f"forward of unit {unit} out of order in microbatch {microbatch}")
         below = after
     if training.layout is not None:
-        _check_updated(job_id, units[0], training)
+        for unit in units:
+            _check_updated(job_id, unit, training)
         recipe, is_first = training.spec.recipe, microbatch == training.microbatches.start
         draws = (recipe.dropout or recipe.lora_dropout) and not is_first
         if draws and training.frontier(microbatch - 1)[0][-1] < total:
@@ -196,29 +247,45 @@ def _check_backward(
     microbatch: int,
     training: TrainingProgress,
 ) -> None:
-    total, last = training.spec.microbatch_tokens, training.spec.num_units - 1
+    total, last = training.spec.tokens_of(microbatch), training.spec.num_units - 1
     forward, done = training.frontier(microbatch)
     if forward[-1] != total:
         _refuse(job_id, f"backward before the forward is complete in microbatch {microbatch}")
     if units[0] < training.first:
         _refuse(job_id, f"nothing below unit {training.first} trains")
     above = total if units[-1] == last else done[units[-1] + 1]
+    if training.spec.finetunes:
+        _check_reverse(job_id, units, tokens, total, training)
     for unit in reversed(units):
         after = done[unit] + tokens
         if after > above:
             _refuse(job_id, f"backward of unit {unit} out of order in microbatch {microbatch}")
         above = after
-    if training.layout is None:
+    if training.layout is None or training.spec.finetunes:
         return
     for other in range(training.microbatches.start, microbatch):
         if not training.is_trained(other):  # microbatches share the buffers of input gradients
             _refuse(job_id, f"backward of microbatch {microbatch} before that of {other} is done")
 
 
+def _check_reverse(
+    job_id: int,
+    units: range | tuple[int, ...],
+    tokens: int,
+    total: int,
+    training: TrainingProgress,
+) -> None:
+    """A window of a sample's backward is of one unit: each has gradients of keys and values."""
+    if units[-1] == training.spec.num_units - 1:
+        _refuse(job_id, "backward of the head, which comes with its forward")
+    if tokens < total and len(units) > 1:
+        _refuse(job_id, f"backward of {len(units)} units in a window: one, or the whole sample")
+
+
 def _check_again(
     job_id: int, units: range | tuple[int, ...], microbatch: int, training: TrainingProgress
 ) -> None:
-    total, layout = training.spec.microbatch_tokens, training.layout
+    total, layout = training.spec.tokens_of(microbatch), training.layout
     if layout is None:
         return
     forward, backward = training.frontier(microbatch)
@@ -231,7 +298,8 @@ def _check_again(
 
 def _check_update(job_id: int, chunks: range | tuple[int, ...], training: TrainingProgress) -> None:
     spec, step = training.spec, training.step
-    total = spec.microbatch_tokens
+    if spec.finetunes and len(chunks) < len(training.trained_by):
+        _refuse(job_id, f"update of {len(chunks)} chunks: all in one launch, so that none is old")
     if not spec.has_update:
         _refuse(job_id, "an update of a job that has none")
     for chunk in chunks:
@@ -241,6 +309,6 @@ def _check_update(job_id: int, chunks: range | tuple[int, ...], training: Traini
         clips = spec.recipe.clip_norm is not None
         units = (training.first,) if clips else training.trained_by[chunk]
         for microbatch in training.microbatches:
-            done = training.frontier(microbatch)[1]
+            done, total = training.frontier(microbatch)[1], spec.tokens_of(microbatch)
             if not all([done[u] == total for u in units]):
                 _refuse(job_id, f"chunk {chunk} updated too early: microbatch {microbatch} is left")

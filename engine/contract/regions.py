@@ -364,6 +364,71 @@ def unreduced(job_id: int, chunk: int, device: int = 0) -> Place:
     return Place(Region(job_id, Kind.BUFFER, chunk, UNREDUCED), Tier.GPU, device)
 
 
+# ---- of a finetuning job, which is at one sample
+HIDDEN_GRADIENT, KV_GRADIENT, SAMPLE_GRADIENT = 4, 5, 6  # slots of Kind.BUFFER
+
+
+def kept(owner: int, unit: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """What a unit's forward keeps for its backward, token by token.
+
+    Args:
+        owner: the finetuning job.
+        unit: the number of the unit, from the embedding on.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
+    return saved(owner, unit, 0, tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def hidden_gradient(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """The gradient of a sample's hidden states, at the unit that its backward has come to.
+
+    Args:
+        job_id: the finetuning job.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
+    return Place(Region(job_id, Kind.BUFFER, 0, HIDDEN_GRADIENT), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def kv_gradient(job_id: int, unit: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """The float32 sum of the gradients of a unit's keys and values, between windows.
+
+    Args:
+        job_id: the finetuning job.
+        unit: the number of the unit, from the embedding on.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
+    return Place(Region(job_id, Kind.BUFFER, unit, KV_GRADIENT), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def sample_gradient(job_id: int, chunk: int, device: int = 0) -> Place:
+    """The gradients of a chunk from the sample under way, until they go to the sum of the step.
+
+    Args:
+        job_id: the finetuning job.
+        chunk: the number of the chunk in its layout.
+        device: the device.
+
+    Returns:
+        its place, held or not.
+    """
+    return Place(Region(job_id, Kind.BUFFER, chunk, SAMPLE_GRADIENT), Tier.GPU, device)
+
+
 # ---- for messages
 _BUFFERS = {
     WORKSPACE: "workspace",
@@ -372,7 +437,11 @@ _BUFFERS = {
     NORM: "norm of all gradients",
     GATHERED: "gathered weights of chunk",
     UNREDUCED: "unreduced gradients of chunk",
+    HIDDEN_GRADIENT: "gradient of hidden states",
+    KV_GRADIENT: "gradients of keys and values of unit",
+    SAMPLE_GRADIENT: "gradients of the sample of chunk",
 }
+_ALONE = (WORKSPACE, TIED_GRADIENT, NORM, HIDDEN_GRADIENT)  # slots without parts
 
 
 def told(place: Place) -> str:
@@ -387,7 +456,7 @@ def told(place: Place) -> str:
     (owner, kind, part, slot), tier, device = place
     if kind is Kind.BUFFER:
         name = _BUFFERS.get(slot, f"buffer {slot}")
-        what = name if slot in (WORKSPACE, TIED_GRADIENT, NORM) else f"{name} {part}"
+        what = name if slot in _ALONE else f"{name} {part}"
     elif kind is Kind.ACTIVATION:
         what = f"activation {part} of microbatch {slot}"
     elif kind is Kind.KV:

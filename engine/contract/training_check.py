@@ -30,6 +30,7 @@ from engine.contract.regions import (
     SHARED_OWNER,
     STATES,
     Kind,
+    PageSize,
     Place,
     Pool,
     Work,
@@ -46,6 +47,7 @@ from engine.contract.training_needs import (
     needs_of,
     reuses_weights,
 )
+from engine.contract.windows import window_footprint
 
 EMPTY = -1  # the stamp of a place that the plan begins, and has not written
 GONE = -2  # the stamp of a place that is not held
@@ -68,6 +70,7 @@ class TrainingContract:
         marks: gives the stamps of all places that are held.
         held_bytes: bytes of each place that is held.
         pools: the pools of the machine, in any of which a region may have a copy.
+        page: the page size of KV.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class TrainingContract:
         marks: Callable[[], Mapping[Place, Stamp]],
         held_bytes: Mapping[Place, int],
         pools: Iterable[Pool],
+        page: PageSize,
     ) -> None:
         self.layout, self.marks, self.held_bytes = layout, marks, held_bytes
+        self.page = page
         self.pools = tuple(pools)
         self.resident = {place.region for place in layout.places}
         self.jobs: dict[int, Job] = {}  # jobs that have arrived, and have not ended
@@ -213,19 +218,16 @@ class _Reading:
         """Raises ContractError at the first breach."""
         plan = self._plan
         for job in plan.restart:
-            if job.training is not None and job.training.layout is not None:
-                what = "a restart: what it has added up and kept cannot be taken back"
-                raise ContractError(Rule.RESTART, what, job.job_id)
-        kv = Kind.KV
+            self._restart(job)
         for op in plan.ops:
             if isinstance(op, Free):
-                if op.place.region.kind is not kv:
+                if self._concerns(op.place):
                     self._free(op.place)
             elif isinstance(op, Grow):
-                if op.place.region.kind is not kv:
+                if self._concerns(op.place):
                     self._grow(op.place, op.nbytes)
             elif isinstance(op, Copy):
-                if op.src.region.kind is not kv or op.dst.region.kind is not kv:
+                if self._concerns(op.src) or op.dst.region.kind is not Kind.KV:
                     self._copy(op.src, op.dst)
             elif isinstance(op, Compute):
                 self._compute(op)
@@ -239,6 +241,22 @@ class _Reading:
             if self._stamps[place] == EMPTY:
                 what = f"{told(place)} begins, and nothing is written to it"
                 raise ContractError(Rule.TRAINING_CONTENTS, what, place.region.owner)
+
+    def _concerns(self, place: Place) -> bool:
+        """Whether a place is not that of a request's KV: a finetuning job has pages, too."""
+        region = place.region
+        return region.kind is not Kind.KV or region.owner in self._contract.jobs
+
+    def _restart(self, job: Job) -> None:
+        """A finetuning job begins its sample anew; no other job can take back what it has added."""
+        training = job.training
+        if training is None or training.layout is None:
+            return
+        if not training.spec.finetunes:
+            what = "a restart: what it has added up and kept cannot be taken back"
+            raise ContractError(Rule.RESTART, what, job.job_id)
+        ahead = self._ahead[job.job_id] = training.copy()
+        ahead._forget()
 
     # ---- books
     def _newest_elsewhere(self, place: Place) -> int:
@@ -386,8 +404,25 @@ class _Reading:
                 _refuse(Rule.TRAINING_PLACES, what, owner)
         self._write(op.writes)
 
+    def _check_window(self, op: Compute, piece: Slice, training: TrainingProgress) -> None:
+        """A launch of a finetuning job names the places of its footprint, and finds them."""
+        job_id, work = piece.job.job_id, piece.work
+        if op.on != COMPUTE_LANE:
+            _refuse(Rule.LANE, f"{work} of a sample on lane {op.on}", job_id)
+        if len(op.slices) > 1 and work is not Work.FORWARD:
+            _refuse(Rule.TRAINING_PLACES, f"{_name(piece)} beside served jobs: alone", job_id)
+        footprint = window_footprint(piece, training, self._contract.page, self._device)
+        self._check_named(op, piece, footprint.reads, footprint.writes)
+        for place, nbytes in footprint.sizes:
+            self._check_size(place, nbytes, piece)
+        for place in footprint.reads:
+            self._check_read(place, piece)
+
     def _check_launch(self, op: Compute, piece: Slice, training: TrainingProgress) -> None:
         job_id, work, stamps = piece.job.job_id, piece.work, self._stamps
+        if training.spec.finetunes:
+            self._check_window(op, piece, training)
+            return
         if op.on != COMPUTE_LANE and not (work is Work.UPDATE and op.on == HOST_LANE):
             _refuse(Rule.LANE, f"{work} on lane {op.on}", job_id)
         reuses = self._reuses(op, piece, training)
@@ -448,7 +483,7 @@ class _Reading:
             owner, kind, _, _ = place.region
             if kind is Kind.KV and owner in served:
                 continue
-            if owner != job_id or kind is Kind.KV:
+            if owner != job_id or (kind is Kind.KV and place not in writes):
                 what = f"{_name(piece)} writes {told(place)}, which is not its own"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
             if place not in writes:

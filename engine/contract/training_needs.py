@@ -24,6 +24,7 @@ from engine.contract.regions import (
     unreduced,
     weight,
 )
+from engine.contract.windows import last_use_in_sample
 
 Key = tuple[int, Work, int, int, bool, str, int, bool]
 
@@ -213,6 +214,8 @@ def last_use(place: Place, training: TrainingProgress) -> str:
         "" where no task under way uses the contents.
     """
     _, kind, part, slot = place.region
+    if training.spec.finetunes:
+        return last_use_in_sample(place, training)
     if kind is Kind.GRADIENT:
         return _of_gradient(part, training)
     if kind is Kind.ACTIVATION:
@@ -239,7 +242,7 @@ def _of_gradient(chunk: int, training: TrainingProgress) -> str:
         training.frontier(k)[1][u] for k in training.microbatches for u in _adders(chunk, training)
     ]
     if not any(done) or (not spec.has_update and min(done) >= spec.microbatch_tokens):
-        return ""
+        return ""  # a job without updates has microbatches of one size
     return f"before the update of chunk {chunk}" if spec.has_update else "before its last backward"
 
 
@@ -249,11 +252,12 @@ def _adders(chunk: int, training: TrainingProgress) -> tuple[int, ...]:
 
 def _of_activation(part: int, microbatch: int, training: TrainingProgress) -> str:
     """A unit's input, or what its forward kept: until its backward, or its only forward."""
-    units, total = training.spec.num_units, training.spec.microbatch_tokens
+    units = training.spec.num_units
     unit = part - units if part >= units else part
     if microbatch not in training.microbatches or unit >= units:
         return ""
     forward, backward = training.frontier(microbatch)
+    total = training.spec.tokens_of(microbatch)
     has_backward = unit >= training.first
     if (backward if has_backward else forward)[unit] >= total:
         return ""
@@ -295,9 +299,8 @@ def _of_norm(training: TrainingProgress) -> str:
 
 def _of_unreduced(chunk: int, training: TrainingProgress) -> str:
     """Between the first and the last backward of a microbatch that adds to it."""
-    total = training.spec.microbatch_tokens
     for microbatch in training.microbatches:
-        backward = training.frontier(microbatch)[1]
+        backward, total = training.frontier(microbatch)[1], training.spec.tokens_of(microbatch)
         done = [backward[u] for u in training.trained_by.get(chunk, ())]
         if any(done) and min(done) < total:
             return f"before gradients of chunk {chunk} are complete"

@@ -44,7 +44,7 @@ class ArrivalQueue:
         self._first = sorted(first, key=lambda item: item.arrival_ns)
         self._handed = 0  # of `_first`
         self.serves_only = all([isinstance(item, Request) for item in first])
-        self._timed: list[int] = []  # a heap: when released turns will arrive
+        self._timed: list[int] = []  # a heap: when released turns and samples will arrive
         self.pending = len(self._first) + len(self._turns)
         self.next_ns: int | None = (
             None  # when an item will arrive; None: only answers release turns
@@ -91,6 +91,23 @@ class ArrivalQueue:
         self._look_ahead()
         self._hand_over(request, at_ns)
 
+    def release_samples(self, job: Job, released: Callable[[], None]) -> None:
+        """Samples of a finetuning job come at times of their own; `released` is told of each."""
+        training, now_ns = job.training, int(self._env.now)
+        assert training is not None, "only training jobs have samples"
+        for sample in training.spec.samples[training.released :]:
+            at_ns = job.arrival_ns + sample.release_ns
+            heappush(self._timed, at_ns)
+            timer = simpy.Timeout(self._env, max(0, at_ns - now_ns))
+            timer.callbacks.append(lambda _: self._release(training, released))
+        self._look_ahead()
+
+    def _release(self, training: TrainingProgress, released: Callable[[], None]) -> None:
+        heappop(self._timed)
+        self._look_ahead()
+        training._release()
+        released()
+
     def _hand_over(self, item: Item, at_ns: int) -> None:
         self.pending -= 1
         self._admit(item, at_ns)
@@ -119,7 +136,7 @@ class Admission:
         self._state, self._completions, self._frees = state, completions, frees
         self._issuing, self._training, self._left = issuing, training, left
 
-    def admit(self, item: Item, arrival_ns: int) -> None:
+    def admit(self, item: Item, arrival_ns: int) -> Job:
         """A request or training job has arrived: it waits."""
         state = self._state
         if isinstance(item, Request):
@@ -132,6 +149,13 @@ class Admission:
         state.jobs.wait(job)
         if min(state.in_flight.level) < state.depth:  # else the end of a plan wakes the loop
             state.wakeup.tell()
+        return job
+
+    def stop(self, job: Job) -> None:
+        """A training job ends before its last step: what it holds comes back."""
+        self._state.jobs.refuse(job)
+        self._training.leave(job.job_id)
+        self._state.give_all(job.job_id)
 
     def _serving(self, item: Request, arrival_ns: int) -> Job:
         state, prefix, job = self._state, self._issuing.prefix, Job.serving(item, arrival_ns)

@@ -164,7 +164,7 @@ class Engine(Lifecycle):
             state.jobs, ledger.open, self.reuse.ended, self.reuse.changed
         )
         self._training = TrainingContract(
-            shown, ledger.marks, ledger.held_bytes, ledger.capacity_bytes
+            shown, ledger.marks, ledger.held_bytes, ledger.capacity_bytes, page
         )
         frees = DeferredFrees(state.give_all, recorder, devices)
         prefix = None if chains is None else PrefixReuse(chains, ledger, recorder)
@@ -196,6 +196,8 @@ class Engine(Lifecycle):
         )
         self._fruitless = 0  # plans in a row that launched and refused nothing
         self._moments = 0  # asked for in a row, while nothing was issued, arrived or ended
+        self._num_requests = 0  # of the trace
+        self._may_stop = False  # whether a training job ends with the last request
 
     @property
     def recorder(self) -> Recorder:
@@ -226,6 +228,8 @@ class Engine(Lifecycle):
             BrokenLaw: at the end a request is unfinished or of another length, or memory is held.
         """
         items, state = list(work), self.state
+        self._num_requests = sum([isinstance(item, Request) for item in items])
+        self._may_stop = any([isinstance(i, TrainingJob) and i.until_served for i in items])
         self._arrivals = ArrivalQueue(state.env, items, self._admit)
         state.env.process(self._arrivals.run())
         with few_collections():
@@ -292,10 +296,29 @@ class Engine(Lifecycle):
         else:
             self._changed()
         self._moments = 0
-        self._admission.admit(item, arrival_ns)
+        job = self._admission.admit(item, arrival_ns)
+        if job.training is not None:
+            self._arrivals.release_samples(job, self._released)
+            self._stop_with_serving()
 
     def _changed(self) -> None:
         self.reuse.changed()
+
+    def _released(self) -> None:
+        """A sample of a finetuning job is there."""
+        self._changed()
+        self._moments = 0
+        self.state.wakeup.tell()
+
+    def _stop_with_serving(self) -> None:
+        """Training jobs that go on only while requests are served end with the last of them."""
+        state, count = self.state, self._num_requests
+        if not self._may_stop or not count or state.recorder.ended_requests < count:
+            return
+        for job in [*state.jobs.training, *state.jobs.waiting]:
+            if job.training is not None and job.training.spec.until_served:
+                self._admission.stop(job)
+                self._changed()
 
     def _stalled(self, why: str) -> Stalled:
         ledger, jobs = self.state.ledger, self.state.jobs
@@ -322,6 +345,7 @@ class Engine(Lifecycle):
             state.jobs.wait_again(job)
         for job in plan.refuse:
             self._admission.refuse(job, self._arrivals.release_turn)
+            self._stop_with_serving()
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         return [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
@@ -399,6 +423,7 @@ class Engine(Lifecycle):
     def finish_job(self, job: Job, now_ns: int, device: int, number: int) -> None:
         """A job is complete with the device's plan of that number."""
         self._admission.finish(job, now_ns, device, number, self._arrivals.release_turn)
+        self._stop_with_serving()
 
     def give_back(self, device: int) -> None:
         """Gives back the memory of finished jobs that the device may be shown by now."""

@@ -9,7 +9,12 @@ from functools import lru_cache
 from engine.contract.executor import Launch, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Free, Grow, Op, Plan, Share, Slice
-from engine.contract.progress import advance_serving, advance_training, start_behind
+from engine.contract.progress import (
+    advance_serving,
+    advance_training,
+    start_behind,
+    start_of,
+)
 from engine.contract.regions import Kind, Tier, kv_place
 from engine.loop.completions import Completions
 from engine.loop.state import EngineState
@@ -92,8 +97,10 @@ class Issuing:
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
         if moves is not None:
             return Launch(op, booking.waits, moves.pieces(op, self._moved))
-        if len(op.slices) == 1 and (piece := op.slices[0]).job.training is not None:
-            return Launch(op, booking.waits, self._trained(op, piece, booking.beside))
+        if len(op.slices) == 1 and (training := op.slices[0].job.training) is not None:
+            if not training.spec.finetunes:
+                pieces = self._trained(op, op.slices[0], booking.beside)
+                return Launch(op, booking.waits, pieces)
         return Launch(op, booking.waits, self._moved(op, op.slices, booking.beside))
 
     def start(self, plan: Plan, launches: Sequence[Launch], settle: Callable[[Span], None]) -> None:
@@ -127,7 +134,7 @@ class Issuing:
             self._state.recorder.scheduled(job.job_id, self._state.now_ns)
 
     def _trained(self, op: Compute, piece: Slice, beside: Beside) -> Pieces:
-        """Moves on the only job of a launch that trains: it has no KV, and samples nothing."""
+        """Moves on the only job of a launch that trains whole microbatches: it has no KV."""
         self._advance(op, piece, beside)
         return _alone(piece.job.job_id, piece.tokens)
 
@@ -136,7 +143,13 @@ class Issuing:
         jobs = [piece.job for piece in slices]
         assert not op.again or all(job.training for job in jobs), "a served job restarts instead"
         ids = tuple([job.job_id for job in jobs])
-        contexts, pages = tuple([job.computed_tokens for job in jobs]), self._state.ledger.pages
+        contexts = tuple(
+            [
+                job.computed_tokens if (own := job.training) is None else start_of(piece, own)
+                for job, piece in zip(jobs, slices, strict=True)
+            ]
+        )
+        pages = self._state.ledger.pages
         tables = [pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
         samples = tuple([self._advance(op, piece, beside) for piece in slices])
         if self.prefix is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.contract.job import Job
 from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share
 from engine.contract.plan_check import Books
-from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
+from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
 from engine.memory.dry_run import DryRun, PageDryRun
 from engine.memory.pool import Chain, FreeQueue, Holdings, Owed, PagePool, PrefixCache
@@ -153,10 +153,14 @@ class Ledger(Books):
                 Grow(place, nbytes)
             )
             self._take(place, nbytes)
+        # States of a job come back with its end; pages may take their bytes then.
+        fixed = {p: n for p, n in (resident or {}).items() if p.region.owner == SHARED_OWNER}
         for pool, queue in self._free_queues.items():
             keeps = chains is not None and pool[0] is Tier.GPU
             cache = PrefixCache(chains, page.tokens) if chains is not None and keeps else None
-            pages = self._pools[pool] = PagePool(queue.free_bytes // page.nbytes, cache)
+            lasting = sum([n for place, n in fixed.items() if place.pool == pool])
+            count = (self.capacity_bytes[pool] - lasting) // page.nbytes
+            pages = self._pools[pool] = PagePool(count, cache)
             if cache is not None:
                 self.sharing[pool] = Sharing(pages, queue, cache, self.pages, page.nbytes, pool[1])
         self._settling: tuple[FreeQueue | PagePool, ...]  # settled with each operation
@@ -196,7 +200,7 @@ class Ledger(Books):
         return self._pools[pool].held_pages
 
     def num_pages(self, pool: Pool) -> int:
-        """KV pages that a pool has room for beside what is resident."""
+        """KV pages that a pool has room for beside what no job owns."""
         return self._pools[pool].num_pages
 
     def drain_idle(self) -> list[tuple[Pool, list[int]]]:

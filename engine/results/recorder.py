@@ -268,7 +268,7 @@ class Recorder:
         assert job.training is not None
         spec, start_ns = job.training.spec, self._begun.pop((job.job_id, step))
         microbatches = range(step * spec.microbatches, (step + 1) * spec.microbatches)
-        tokens = spec.microbatch_tokens * spec.microbatches * spec.ranks
+        tokens = sum(map(spec.tokens_of, microbatches)) * spec.ranks
         self._trained.append((job.job_id, step, start_ns, now_ns, microbatches, tokens))
 
     def cached(self, job_id: int, tokens: int) -> None:

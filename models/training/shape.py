@@ -42,6 +42,23 @@ class UnitShape:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowBytes:
+    """Bytes of a finetuning job, per token of its sample.
+
+    Attributes:
+        kept: By unit, of what its forward keeps for its backward.
+        hidden: Of the gradient of hidden states.
+        kv_gradient: Of the float32 gradients of a layer's keys and values.
+        backward: By unit, of the workspace of its backward.
+    """
+
+    kept: tuple[int, ...]
+    hidden: int
+    kv_gradient: int
+    backward: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingShape:
     """The parameters of a training job and its chain of units.
 
@@ -50,12 +67,14 @@ class TrainingShape:
         units: Embedding, layers, and head with loss.
         item_bytes: Bytes of one number of a weight or a gradient.
         optimizer_item_bytes: Bytes of optimizer states per number that trains.
+        windows: Of a job that finetunes on samples, its bytes per token; None of another.
     """
 
     parameters: tuple[Parameter, ...]
     units: tuple[UnitShape, ...]
     item_bytes: int
     optimizer_item_bytes: int
+    windows: WindowBytes | None = None
 
 
 def training_shape(spec: ModelSpec, job: TrainingJob) -> TrainingShape:

@@ -13,11 +13,16 @@ import numpy.typing as npt
 
 from engine.contract.executor import Contexts, Launch, Piece, Pieces, ServedLaunches
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
+from engine.contract.progress import context_of
 from engine.contract.regions import Place, Tier, Work
 from models.spec import ModelSpec
 from sim.cost.training_launch import Trained, workspace_of
 from sim.cost.training_operators import Prices
+from sim.cost.windows import Window, window_of
 
+_TAKE_ROOFLINE = (
+    "take the device's roofline (profile=null) or a profile that was calibrated with training"
+)
 FEW = 4  # steps that are priced one by one faster than together
 
 
@@ -180,6 +185,32 @@ class ShapeCost(Protocol):
             ValueError: the cost has no price for such work.
         """
 
+    def extra_ns(self, window: Window) -> int:
+        """What a window forward costs beyond serving its tokens.
+
+        Args:
+            window: a window of a sample, forward.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost has no price for finetuning.
+        """
+
+    def back_ns(self, window: Window) -> int:
+        """Duration of a window back.
+
+        Args:
+            window: a window of a sample, back.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost has no price for finetuning.
+        """
+
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Duration of one copy.
 
@@ -234,6 +265,8 @@ class ShapePriced(LaunchCost):
     def compute_ns(self: _Shapes, launch: Launch) -> int:
         """Duration of a launch: the sum of its training slices, then its serving slices as one.
 
+        A window forward and the slices that it goes with are one launch, which reads weights once.
+
         Args:
             launch: a Compute with its pieces.
 
@@ -247,8 +280,58 @@ class ShapePriced(LaunchCost):
         if not training:
             return self.served_ns(launch)
         op = _op(launch)
+        if finetunes(training) and training[0].work is not Work.UPDATE:
+            return self.window_ns(launch, training[0])
         ns = sum([self.prices.ns(op, piece) for piece in training])
         return ns + (0 if len(training) == len(op.slices) else self.served_ns(served_part(launch)))
+
+    def window_ns(self: _Shapes, launch: Launch, piece: Slice) -> int:
+        """Duration of a window, with what is served beside it.
+
+        Args:
+            launch: a Compute with its pieces.
+            piece: its finetuning slice.
+
+        Returns:
+            Nanoseconds on the launch's lane.
+
+        Raises:
+            ValueError: the cost has no price for finetuning.
+        """
+        at = launch.pieces[_op(launch).slices.index(piece)].context_tokens
+        window = window_of(piece, at, self.model)
+        if piece.work is Work.BACKWARD:
+            return self.back_ns(window)
+        return self.forward_ns(launch, window) + self.extra_ns(window)
+
+    def forward_ns(self: _Shapes, launch: Launch, window: Window) -> int:
+        """Duration of serving a launch whose window is one more prompt slice.
+
+        Args:
+            launch: a Compute with its pieces.
+            window: its window forward, whose labels are rows of the head.
+
+        Returns:
+            Nanoseconds.
+        """
+        tokens, contexts, samples = forward_shape(launch)
+        return self.shape_ns(tokens, contexts, samples + window.labels)
+
+    def extra_ns(self, window: Window) -> int:
+        """No price by default. See ShapeCost.
+
+        Raises:
+            ValueError: always, here.
+        """
+        raise ValueError(f"{self.provenance} has no finetuning; {_TAKE_ROOFLINE}")
+
+    def back_ns(self, window: Window) -> int:
+        """No price by default. See ShapeCost.
+
+        Raises:
+            ValueError: always, here.
+        """
+        raise ValueError(f"{self.provenance} has no finetuning; {_TAKE_ROOFLINE}")
 
     def served_ns(self: _Shapes, launch: Launch) -> int:
         """Duration of a launch that only serves.
@@ -276,10 +359,7 @@ class ShapePriced(LaunchCost):
         Raises:
             ValueError: always, here.
         """
-        raise ValueError(
-            f"{self.provenance} has no training; take the device's roofline "
-            "(profile=null) or a profile that was calibrated with training"
-        )
+        raise ValueError(f"{self.provenance} has no training; {_TAKE_ROOFLINE}")
 
     @cached_property
     def prices(self) -> Prices:
@@ -352,6 +432,12 @@ class ShapePriced(LaunchCost):
         if not isinstance(launch.op, Compute):
             return None
         op, training = launch.op, training_slices(launch)
+        if finetunes(training) and training[0].work is Work.FORWARD:
+            tokens, contexts, samples = forward_shape(launch)
+            at = op.slices.index(training[0])
+            window = window_of(training[0], contexts[at], self.model)
+            shape = tokens, contexts, samples + window.labels
+            return self.model.workspace_bytes(*shape, self.page_tokens)
         nbytes = [workspace_of(op, piece) for piece in training]
         if not training or len(training) < len(op.slices):
             shape = forward_shape(served_part(launch) if training else launch)
@@ -380,6 +466,10 @@ class _Shapes(ShapeCost, Protocol):
     def prices(self) -> Prices: ...
 
     def served_ns(self, launch: Launch) -> int: ...
+
+    def window_ns(self, launch: Launch, piece: Slice) -> int: ...
+
+    def forward_ns(self, launch: Launch, window: Window) -> int: ...
 
 
 class Load(NamedTuple):
@@ -527,6 +617,19 @@ def training_slices(launch: Launch) -> Sequence[Slice]:
     return found
 
 
+def finetunes(training: Sequence[Slice]) -> bool:
+    """Whether training slices are those of a job that finetunes.
+
+    Args:
+        training: the training slices of a launch.
+
+    Returns:
+        True for a window, or the update of such a job.
+    """
+    job = training[0].job.training if training else None
+    return job is not None and job.spec.finetunes
+
+
 def served_part(launch: Launch) -> Launch:
     """A launch without its training slices.
 
@@ -586,7 +689,7 @@ class PolicyCost:
         if isinstance(op, Collective):
             return self.cost.collective_ns(Launch(op, nbytes=op.nbytes))
         pieces = tuple(
-            Piece(s.job.job_id, s.tokens, s.job.computed_tokens, s.tokens == left, ())
+            Piece(s.job.job_id, s.tokens, context_of(s), s.tokens == left, ())
             for s in op.slices
             for left in (s.job.remaining_tokens,)
         )

@@ -16,6 +16,7 @@ from models.spec import ModelSpec
 from sim.cost.contract import FEW, ShapePriced, forward_shape, sizes
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import training_operators
+from sim.cost.windows import Window, backward_operators, extra_operators
 from sim.devices.device import Device, share
 from sim.devices.group import ALONE, Group, exchange_ns
 
@@ -74,6 +75,9 @@ class Roofline(ShapePriced):
     )
     _dense_ns: dict[int, Dense] = field(default_factory=dict, init=False, repr=False, compare=False)
     _heads_ns: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _windows_ns: dict[Window, int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def provenance(self) -> str:
@@ -266,6 +270,42 @@ class Roofline(ShapePriced):
             raise ValueError(f"no cost is known for a {trained.group} on the host's lane")
         return round(sum(op.repeats * op.nbytes for op in ops) / self.device.update_rate * 1e9)
 
+    def forward_ns(self, launch: Launch, window: Window) -> int:
+        """See ShapePriced.forward_ns: decodes enter by their sums alone."""
+        if not self._is_own:
+            return super().forward_ns(launch, window)
+        mix = self._mix(launch)
+        return self._mix_ns(mix._replace(samples=mix.samples + window.labels), 0)
+
+    def extra_ns(self, window: Window) -> int:
+        """What a window forward costs beyond serving its tokens, by its operators.
+
+        Args:
+            window: a window of a sample, forward.
+
+        Returns:
+            Nanoseconds.
+        """
+        key = window._replace(context=0)
+        if (ns := self._windows_ns.get(key)) is None:
+            ns = round(self._busy_ns(extra_operators(self.model, window)))
+            self._windows_ns[key] = ns
+        return ns
+
+    def back_ns(self, window: Window) -> int:
+        """Duration of a window back by its operators.
+
+        Args:
+            window: a window of a sample, back.
+
+        Returns:
+            Nanoseconds.
+        """
+        if (ns := self._windows_ns.get(window)) is None:
+            ns = self._launch_ns(backward_operators(self.model, window), self.model.dtype)
+            self._windows_ns[window] = ns
+        return ns
+
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Latency of a copy plus bytes over the link's rate.
 
@@ -320,10 +360,14 @@ class Roofline(ShapePriced):
 
     def _launch_ns(self, ops: Sequence[Operator], dtype: str) -> int:
         """All kernels in sequence."""
+        floor_ns = sum(op.repeats for op in ops) * self.device.dispatch_ns
+        return round(max(self._busy_ns(ops, dtype), floor_ns))
+
+    def _busy_ns(self, ops: Sequence[Operator], dtype: str = "") -> float:
         busy = 0.0
         for op in ops:  # one by one: sum() of Python 3.12 compensates
             busy += op.repeats * self.kernel_ns(op, dtype)
-        return round(max(busy, sum(op.repeats for op in ops) * self.device.dispatch_ns))
+        return busy
 
     def kernel_ns(self, op: Operator, dtype: str = "") -> float:
         """Duration of one kernel: the lower roof and its overhead.

@@ -16,6 +16,7 @@ from engine.contract.regions import Pool, Tier
 from engine.contract.rules import Remedy
 from engine.contract.view import Cost
 from models.spec import ModelSpec
+from models.training.kept import finetuning_shape
 from models.training.shape import TrainingShape, training_shape
 from policies.planners.placement import STARTS
 from policies.training.out_of_memory import OutOfMemory
@@ -25,6 +26,7 @@ from traces.files import checked_text
 from traces.serving.request import Request, TrainingJob
 from traces.training.batches import ROWS_DROPPED, Batches
 from traces.training.job import Training
+from traces.training.samples import Finetuning
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +81,30 @@ def trainees_of(
             f"{own.max_positions} positions"
         )
     number = 1 + max((request.request_id for request in requests), default=-1)
-    job = replace(asked.job(number, own.num_layers + 2, own.name), ranks=ranks)
-    batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
+    units, cache = own.num_layers + 2, Path(config["cache"])
+    if isinstance(asked, Finetuning):
+        _check_dtype(asked, spec)
+        job = asked.drawn(number, units, own.name, cache)
+        shape = finetuning_shape(own, job)
+    else:
+        job = replace(asked.job(number, units, own.name), ranks=ranks)
+        shape = training_shape(own, job)
+    batches = asked.batches(job, own.vocab_size, cache)
     _warn_of_warmup(job)
     if getattr(asked.data, "tokenizer", None) is not None:  # else it was told at the import
         _warn_of_rows(batches.account(), job)
     _warn_of_ids(batches.account(), job, own)
-    return (Trainee(job, own, training_shape(own, job), batches),)
+    return (Trainee(job, own, shape, batches),)
+
+
+def _check_dtype(asked: Finetuning, spec: ModelSpec) -> None:
+    """A finetuning job computes with the weights that are served."""
+    if asked.recipe.dtype != spec.dtype:
+        raise ValueError(
+            f"training.recipe.dtype={asked.recipe.dtype}: finetuning shares the weights of model "
+            f"{spec.name}, which are {spec.dtype}; set training.recipe.dtype={spec.dtype}, or "
+            "model.dtype to that of the recipe"
+        )
 
 
 def _warn_of_warmup(job: TrainingJob) -> None:

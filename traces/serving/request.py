@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,6 +62,30 @@ class Request:
             )
 
 
+class Sample(NamedTuple):
+    """A sequence of a finetuning job.
+
+    The first `prompt_tokens` of its `tokens` are read and carry no loss. The sample is there
+    `release_ns` after its job has arrived.
+    """
+
+    tokens: int
+    prompt_tokens: int = 0
+    release_ns: int = 0
+
+    def labels(self, start: int, stop: int) -> int:
+        """Tokens of a window whose next token carries a loss.
+
+        Args:
+            start: The first token of the window.
+            stop: The token behind its last one.
+
+        Returns:
+            Rows of the window that the head computes.
+        """
+        return max(0, min(stop, self.tokens - 1) - max(start, self.prompt_tokens - 1, 0))
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
     """One training job of a trace: what to train, on what, for how long, and by which recipe.
@@ -71,6 +96,11 @@ class TrainingJob:
     devices train on microbatches of their own and share the update. `model` and `dataset` are
     names. `record_of` is the request whose recorded serving activations this job may start from
     (Alchemist).
+
+    A job with `samples` finetunes: a microbatch is one of them, in their order and from the first
+    again, and goes through the units in windows of tokens. `sequence_tokens` is then the length of
+    the longest that the job has memory for. With `until_served` the job ends when the last request
+    of the trace has left.
     """
 
     job_id: int
@@ -86,6 +116,8 @@ class TrainingJob:
     recipe: Recipe = field(default_factory=Recipe)
     record_of: int | None = None
     ranks: int = 1
+    samples: tuple[Sample, ...] = ()
+    until_served: bool = False
 
     def __post_init__(self) -> None:
         for name in ("job_id", "arrival_ns"):
@@ -107,11 +139,66 @@ class TrainingJob:
                 f"training job {self.job_id}: recipe.frozen_units={frozen} leaves nothing to "
                 f"train; freeze fewer than {frozen + 1 - lacking} of its {self.num_units} units"
             )
+        if self.samples:
+            self._check_samples()
+
+    def _check_samples(self) -> None:
+        where = f"training job {self.job_id}"
+        if self.sequences != 1 or self.ranks != 1 or not self.has_update:
+            raise ValueError(
+                f"{where}: samples are trained one by one on one device, with updates; leave "
+                "sequences and ranks at 1, and has_update true"
+            )
+        for number, sample in enumerate(self.samples):
+            tokens, prompt_tokens, release_ns = sample
+            if not 2 <= tokens <= self.sequence_tokens:
+                raise ValueError(
+                    f"{where}: sample {number} has {tokens} tokens; 2 to sequence_tokens="
+                    f"{self.sequence_tokens} are possible"
+                )
+            if not 0 <= prompt_tokens < tokens:
+                raise ValueError(
+                    f"{where}: sample {number} has {prompt_tokens} prompt tokens of {tokens}; at "
+                    "least one must carry a loss"
+                )
+            before_ns = self.samples[number - 1].release_ns if number else 0
+            if release_ns < before_ns:
+                raise ValueError(
+                    f"{where}: sample {number} is released at {release_ns} ns, and the one before "
+                    f"it at {before_ns}; put samples in the order of their release"
+                )
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of a microbatch, all sequences together; frontiers count these."""
+        """Tokens of a microbatch, all sequences together; of samples those of the longest."""
         return self.sequences * self.sequence_tokens
+
+    @property
+    def finetunes(self) -> bool:
+        """Whether the job trains on samples, in windows of tokens."""
+        return bool(self.samples)
+
+    def sample(self, microbatch: int) -> Sample:
+        """The sample of a microbatch.
+
+        Args:
+            microbatch: Counted through the job, which finetunes.
+
+        Returns:
+            The samples in their order, and again from the first behind the last.
+        """
+        return self.samples[microbatch % len(self.samples)]
+
+    def tokens_of(self, microbatch: int) -> int:
+        """Tokens of a microbatch, which its frontiers count.
+
+        Args:
+            microbatch: Counted through the job.
+
+        Returns:
+            Those of its sample, or of all its sequences together.
+        """
+        return self.sample(microbatch).tokens if self.samples else self.microbatch_tokens
 
 
 def prompt_of(request: Request, vocabulary: int, seed: int) -> Sequence[int]:

@@ -1,0 +1,294 @@
+"""The footprint of a finetuning launch: the places that a window of a sample touches.
+
+A sample goes forward through the units in windows of tokens, and its keys and values lie in pages.
+Each unit keeps what its backward needs, token by token. The head makes its loss and the gradient of
+its input with its forward. The backward goes down through the units, the whole sample at once or
+one unit in windows from the last token to the first: a window's keys and values are read by all
+later windows, so their gradients are summed in float32 until that window is reached (FlexLLM,
+arXiv 2402.18789, token-level finetuning). Gradients of a sample go to the sum of the step when its
+backward is complete, so that a sample can be begun anew until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from engine.contract.job import TrainingProgress, layout_of
+from engine.contract.layout import TrainingLayout
+from engine.contract.plan import Slice
+from engine.contract.progress import start_of
+from engine.contract.regions import (
+    HIDDEN_GRADIENT,
+    KV_GRADIENT,
+    SAMPLE_GRADIENT,
+    Kind,
+    PageSize,
+    Place,
+    Work,
+    gradient,
+    hidden_gradient,
+    kept,
+    kv_gradient,
+    kv_place,
+    optimizer,
+    sample_gradient,
+    weight,
+    workspace,
+)
+from models.training.shape import WindowBytes
+
+
+class WindowFootprint(NamedTuple):
+    """The memory of a finetuning launch, before a memory policy adds it to a plan.
+
+    Attributes:
+        reads: places whose contents it needs.
+        writes: places that it writes.
+        sizes: the least bytes of places that the launch finds or grows.
+        frees: places whose last use it is.
+    """
+
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+    sizes: tuple[tuple[Place, int], ...]
+    frees: tuple[Place, ...]
+
+
+def windows_of(layout: TrainingLayout) -> WindowBytes:
+    """The bytes per token of a finetuning job.
+
+    Args:
+        layout: the layout of the job.
+
+    Returns:
+        Its `windows`.
+
+    Raises:
+        ValueError: the planner has laid out whole microbatches.
+    """
+    if layout.windows is None:
+        raise ValueError(
+            "a job that finetunes on samples needs a layout in windows: choose planner=windows"
+        )
+    return layout.windows
+
+
+def window_footprint(
+    piece: Slice, training: TrainingProgress, page: PageSize, device: int
+) -> WindowFootprint:
+    """The footprint of a finetuning launch.
+
+    Args:
+        piece: a window forward or back, or the update of all chunks, that the order allows.
+        training: the progress of its job, which has a layout.
+        page: the page size of KV.
+        device: where it runs.
+
+    Returns:
+        The places of the launch.
+    """
+    maker = _Maker(piece, training, page, device)
+    if piece.work is Work.UPDATE:
+        return maker.update()
+    return maker.forward() if piece.work is Work.FORWARD else maker.backward()
+
+
+def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
+    """All places that a sample may hold, which a job that begins it anew gives back.
+
+    Args:
+        training: the progress of a finetuning job, which has a layout.
+        device: where it trains.
+
+    Returns:
+        Places on the device, held or not: pages, kept activations and gradients of the sample.
+    """
+    job_id, layout = training.spec.job_id, layout_of(training)
+    units = range(layout.num_units)
+    chunks = layout.trained_by if training.spec.microbatches > 1 else ()
+    sums = [sample_gradient(job_id, c, device) for c in chunks]
+    if training.spec.microbatches == 1:
+        sums = [gradient(job_id, c, device=device) for c in layout.trained_by]
+    return (
+        kv_place(job_id, device=device),
+        *[kept(job_id, u, device=device) for u in units],
+        *[kv_gradient(job_id, u, device=device) for u in units],
+        hidden_gradient(job_id, device=device),
+        *sums,
+    )
+
+
+def sample_bytes(training: TrainingProgress, page: PageSize, device: int) -> dict[Place, int]:
+    """Bytes of a job's longest sample, with static buffers (FlexLLM).
+
+    Args:
+        training: the progress of a finetuning job, which has a layout.
+        page: the page size of KV.
+        device: where it trains.
+
+    Returns:
+        By place: its pages, what its units keep, and the gradient of hidden states.
+    """
+    job_id, layout, tokens = training.spec.job_id, layout_of(training), training.spec.sequence_tokens
+    found = {kv_place(job_id, device=device): page.bytes_for(tokens)}
+    for unit, nbytes in enumerate(windows_of(layout).kept):
+        if nbytes and unit >= layout.first:
+            found[kept(job_id, unit, device=device)] = tokens * nbytes
+    found[hidden_gradient(job_id, device=device)] = tokens * windows_of(layout).hidden
+    return found
+
+
+class _Maker:
+    """Names the places of one launch."""
+
+    def __init__(
+        self, piece: Slice, training: TrainingProgress, page: PageSize, device: int
+    ) -> None:
+        self._piece, self._training, self._page, self._device = piece, training, page, device
+        self._id, self._layout = piece.job.job_id, layout_of(training)
+        self._bytes = windows_of(self._layout)
+        assert piece.layers is not None, "a finetuning launch names its units or chunks"
+        self._units, self._context = piece.layers, start_of(piece, training)
+        self._tokens = piece.tokens
+
+    def forward(self) -> WindowFootprint:
+        """A window forward: its pages grow, and what the units keep."""
+        end, at, units = self._context + self._tokens, self._device, self._units
+        sizes = [(kv_place(self._id, device=at), self._page.bytes_for(end))]
+        sizes += [
+            (kept(self._id, u, device=at), end * self._bytes.kept[u])
+            for u in units
+            if self._bytes.kept[u] and u >= self._layout.first
+        ]
+        if units.stop == self._layout.num_units:
+            sizes.append((hidden_gradient(self._id, device=at), end * self._bytes.hidden))
+            sizes += self._summed()
+        written = tuple([place for place, _ in sizes])
+        before = (kv_place(self._id, device=at),) if self._context else ()
+        return WindowFootprint((*self._weights(), *before), written, tuple(sizes), ())
+
+    def backward(self) -> WindowFootprint:
+        """A window back: gradients of its units, and of the keys and values before it."""
+        at, tokens, units, first = self._device, self._tokens, self._units, self._layout.first
+        total = self._training.spec.tokens_of(self._piece.microbatch)
+        is_first, is_last = self._context + tokens == total, self._context == 0
+        own = [kept(self._id, u, device=at) for u in units if self._bytes.kept[u]]
+        passed, kv = hidden_gradient(self._id, device=at), kv_place(self._id, device=at)
+        work_bytes = tokens * max([self._bytes.backward[u] for u in units])
+        sizes, reads = self._summed(), [*self._weights(), *own, kv, passed]
+        frees = list[Place]()
+        if work_bytes:
+            sizes.append((workspace(self._id, device=at), work_bytes))
+            frees.append(workspace(self._id, device=at))
+        if not (is_first and is_last):  # the sums of a unit begin with its first window
+            sums = kv_gradient(self._id, units.start, device=at)
+            sizes.append((sums, total * self._bytes.kv_gradient))
+            reads += [] if is_first else [sums]
+            frees += [sums] if is_last else []
+        frees += own if is_last else []
+        written = [place for place, _ in sizes] + [passed]
+        if is_last and units.start == first:
+            frees += [kv, passed]
+            added = self._added()
+            sizes += added
+            written += [place for place, _ in added]
+            frees += [place for place in self._sums() if added]
+        return WindowFootprint(tuple(reads), tuple(written), tuple(sizes), tuple(frees))
+
+    def update(self) -> WindowFootprint:
+        """The update of all chunks: no launch finds some of them old."""
+        at, chunks = self._device, self._layout.chunks
+        sizes, sums = list[tuple[Place, int]](), list[Place]()
+        for c in self._units:
+            chunk = chunks[c]
+            sums.append(gradient(self._id, c, device=at))
+            sizes.append((weight(self._id, c, device=at), chunk.weight_bytes))
+            if chunk.optimizer_bytes:
+                sizes.append((optimizer(self._id, c, device=at), chunk.optimizer_bytes))
+        work = workspace(self._id, device=at)
+        work_bytes = max([chunks[c].update_bytes for c in self._units])
+        frees = [*sums, *([work] if work_bytes else [])]
+        sizes += [(work, work_bytes)] if work_bytes else []
+        written = tuple([place for place, _ in sizes])
+        return WindowFootprint(tuple(sums), written, tuple(sizes), tuple(frees))
+
+    # ---- places
+    def _weights(self) -> tuple[Place, ...]:
+        units = self._layout.units
+        chunks = dict.fromkeys([c for u in self._units for c in units[u].chunks])
+        return tuple([weight(self._id, c, device=self._device) for c in chunks])
+
+    def _trained(self) -> Iterable[int]:
+        """Chunks to whose gradients these units add; the head adds with its forward."""
+        head = self._layout.num_units - 1
+        units = (head,) if self._piece.work is Work.FORWARD else self._units
+        return dict.fromkeys([c for u in units for c in self._layout.units[u].trained])
+
+    def _summed(self) -> list[tuple[Place, int]]:
+        """Gradients of the sample that the launch adds to."""
+        chunks = self._layout.chunks
+        return [(self._sum(c), chunks[c].gradient_bytes) for c in self._trained()]
+
+    def _sum(self, chunk: int) -> Place:
+        """Where gradients of the sample are: in the step's sum, if that has no other sample."""
+        if self._training.spec.microbatches == 1:
+            return gradient(self._id, chunk, device=self._device)
+        return sample_gradient(self._id, chunk, self._device)
+
+    def _sums(self) -> list[Place]:
+        return [self._sum(c) for c in self._layout.trained_by]
+
+    def _added(self) -> list[tuple[Place, int]]:
+        """The sums of the step, to which a complete sample is added."""
+        if self._training.spec.microbatches == 1:
+            return []
+        chunks = self._layout.chunks
+        return [
+            (gradient(self._id, c, device=self._device), chunks[c].gradient_bytes)
+            for c in self._layout.trained_by
+        ]
+
+
+def last_use_in_sample(place: Place, training: TrainingProgress) -> str:
+    """The last use of the contents of a finetuning job's place, in words for messages.
+
+    Args:
+        place: a place of the job that holds no state.
+        training: the progress of the job.
+
+    Returns:
+        "" where the sample under way does not use the contents.
+    """
+    _, kind, part, slot = place.region
+    if kind is Kind.GRADIENT:
+        return _of_sum(part, training)
+    microbatch = training.sample
+    if microbatch is None:
+        return ""
+    total = training.spec.tokens_of(microbatch)
+    forward, backward = training.frontier(microbatch)
+    if not forward[0]:
+        return ""
+    if kind is Kind.KV or slot == HIDDEN_GRADIENT:
+        return "before the sample's backward is complete"
+    if kind is Kind.ACTIVATION:
+        return f"before the backward of unit {part}" if backward[part] < total else ""
+    if slot == KV_GRADIENT and 0 < backward[part] < total:
+        return f"before the backward of unit {part} is complete"
+    if slot == SAMPLE_GRADIENT and any([backward[u] for u in training.trained_by.get(part, ())]):
+        return "before the sample's backward is complete"
+    return ""
+
+
+def _of_sum(chunk: int, training: TrainingProgress) -> str:
+    """From the first sample of a step that is added to it until its update."""
+    if chunk not in training.trained_by or training.updated[chunk] > training.step:
+        return ""
+    is_own = training.spec.microbatches == 1  # then it holds what the sample has added so far
+    for microbatch in training.microbatches:
+        done = training.frontier(microbatch)[1]
+        is_begun = any([done[u] for u in training.trained_by[chunk]])
+        if training.is_trained(microbatch) or (is_own and is_begun):
+            return f"before the update of chunk {chunk}"
+    return ""

@@ -1,0 +1,199 @@
+"""Finetuning as conf/training names it: samples of unequal length, there at once or one by one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.files import absent
+from traces.serving.request import Sample, TrainingJob
+from traces.training.batches import Batches, Ids
+from traces.training.job import Training
+from traces.training.text_store import read_documents
+
+LENGTHS, RELEASES, ORDER = 4, 5, 6  # streams of a seed, beside those of traces.training.batches
+FEWEST = 2  # tokens of a sample: a loss is over tokens that have one before them
+
+
+class Samples(Protocol):
+    """The source of the samples of a finetuning job."""
+
+    @property
+    def name(self) -> str:
+        """The name of the source in results."""
+        ...
+
+    def samples(self, longest: int, seed: int, cache: Path) -> tuple[Sample, ...]:
+        """All samples, none longer than `longest` tokens; `cache` is the folder of imports."""
+        ...
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
+        """The tokens of the job's microbatches, one sample each."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSamples:
+    """Samples of lognormal length with tokens drawn by the recipe's seed.
+
+    `mean_tokens` is the mean before lengths are cut to those that the job has memory for, `spread`
+    the standard deviation of their logarithm, 0 for equal lengths. The first `prompt_share` of each
+    carries no loss.
+    """
+
+    count: int = 256
+    mean_tokens: float = 1024.0
+    spread: float = 0.6
+    prompt_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"training.data.count={self.count}: it must be at least 1")
+        if not FEWEST <= self.mean_tokens < math.inf:
+            raise ValueError(
+                f"training.data.mean_tokens={self.mean_tokens}: it must be at least {FEWEST}"
+            )
+        if not 0 <= self.spread < math.inf or not 0 <= self.prompt_share < 1:
+            raise ValueError(
+                f"training.data.spread={self.spread}, prompt_share={self.prompt_share}: spread is "
+                "at least 0, prompt_share in [0, 1)"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name in results."""
+        return "random"
+
+    def samples(self, longest: int, seed: int, cache: Path) -> tuple[Sample, ...]:
+        """See Samples; nothing is read."""
+        rng = np.random.default_rng((seed, LENGTHS))
+        middle = math.log(self.mean_tokens) - self.spread**2 / 2
+        drawn = np.rint(np.exp(rng.normal(middle, self.spread, self.count)))
+        lengths = np.clip(drawn, FEWEST, longest).astype(int).tolist()
+        return tuple([Sample(n, min(n - 1, int(n * self.prompt_share))) for n in lengths])
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> RandomSampleBatches:
+        """Ids below `vocabulary`; the cache is not used."""
+        return RandomSampleBatches(job.samples, vocabulary, job.recipe.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSamples:
+    """The documents of a text that `tandem trace import --kind text` has made, one to a sample.
+
+    A longer document is cut behind what the job has memory for, and one of less than two tokens is
+    left out. They come in an order that the recipe's seed draws; `limit` takes the first of them.
+    """
+
+    path: str
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return Path(self.path).name
+
+    def samples(self, longest: int, seed: int, cache: Path) -> tuple[Sample, ...]:
+        """See Samples."""
+        _, places = self._places(longest, seed)
+        return tuple([Sample(int(stop - start)) for start, stop in places])
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> TextSampleBatches:
+        """Ids of the documents, modulo `vocabulary`."""
+        tokens, places = self._places(job.sequence_tokens, job.recipe.seed)
+        return TextSampleBatches(tokens, places, vocabulary)
+
+    def _places(self, longest: int, seed: int) -> tuple[npt.NDArray[np.int32], Ids]:
+        """All tokens, and where each sample begins and ends among them."""
+        path = Path(self.path).expanduser()
+        if not path.is_file():
+            raise ValueError(f"training.data.path={path}: {absent(path)}")
+        tokens, ends = read_documents(path)
+        starts = np.concatenate(([0], ends[:-1]))
+        places = np.stack([starts, np.minimum(ends, starts + longest)], axis=1)
+        places = places[places[:, 1] - places[:, 0] >= FEWEST]
+        if not len(places):
+            raise ValueError(f"training.data.path={path}: no document has {FEWEST} tokens or more")
+        order = np.random.default_rng((seed, ORDER)).permutation(len(places))
+        return tokens, places[order][: self.limit]
+
+
+@dataclass(frozen=True)
+class RandomSampleBatches:
+    """Ids uniform over the vocabulary, for each microbatch as many as its sample has."""
+
+    samples: tuple[Sample, ...]
+    vocabulary: int
+    seed: int = 0
+
+    def ids(self, microbatch: int) -> Ids:
+        """Token ids [1, tokens], those of its sample wherever that comes again."""
+        number = microbatch % len(self.samples)
+        rng = np.random.default_rng((self.seed, ORDER, number, 1))
+        return rng.integers(self.vocabulary, size=(1, self.samples[number].tokens))
+
+    def account(self) -> dict[str, int]:
+        """Empty: no text is read."""
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class TextSampleBatches:
+    """Documents of a text; `places` are first and last bounds of each sample among `tokens`."""
+
+    tokens: npt.NDArray[np.int32]
+    places: Ids
+    vocabulary: int
+
+    def ids(self, microbatch: int) -> Ids:
+        """Token ids [1, tokens] of a microbatch, modulo the vocabulary."""
+        start, stop = self.places[microbatch % len(self.places)]
+        return self.tokens[start:stop].astype(np.int64)[None] % self.vocabulary
+
+    def account(self) -> dict[str, int]:
+        """Tokens read = used + dropped, and used ids beyond the vocabulary."""
+        used = int((self.places[:, 1] - self.places[:, 0]).sum())
+        beyond = sum([int((self.tokens[a:b] >= self.vocabulary).sum()) for a, b in self.places])
+        return {
+            "tokens_read": len(self.tokens),
+            "tokens_used": used,
+            "tokens_dropped": len(self.tokens) - used,
+            "tokens_beyond_vocabulary": beyond,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetuning(Training):
+    """A finetuning job without its model, as a configuration describes it.
+
+    An update follows `microbatches` samples of at most `sequence_tokens` tokens. Samples are there
+    at once, or come at `rate` per second, drawn by the recipe's seed. The job makes `num_steps`
+    updates, going through its samples again where these are more; without them it goes through its
+    samples once. With `until_served` it ends with the last request.
+    """
+
+    data: Samples  # type: ignore[assignment]
+    num_steps: int | None = None  # type: ignore[assignment]
+    rate: float | None = None
+    until_served: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ValueError(f"training.rate={self.rate}: it must be above 0, or null for all")
+
+    def drawn(self, job_id: int, num_units: int, model: str, cache: Path) -> TrainingJob:
+        """The job for a model of `num_units` units. Raises a ValueError of one line."""
+        samples = self.data.samples(self.sequence_tokens, self.recipe.seed, cache)
+        if self.rate is not None:
+            rng = np.random.default_rng((self.recipe.seed, RELEASES))
+            at_s = np.cumsum(rng.exponential(1 / self.rate, len(samples)))
+            ns = np.rint(at_s * 1e9).astype(int).tolist()
+            samples = tuple([s._replace(release_ns=at) for s, at in zip(samples, ns, strict=True)])
+        steps = self.num_steps or max(1, len(samples) // self.microbatches)
+        plain = replace(self, num_steps=steps).job(job_id, num_units, model)
+        return replace(plain, samples=samples, until_served=self.until_served)
