@@ -223,6 +223,10 @@ def summary(run: RunFacts, slo: Slo | None = None) -> dict[str, float | int | st
         from analysis.training import training_summary
 
         out |= training_summary(whole(run))
+    if run.rows("samples"):
+        from analysis.training import finetuning_summary
+
+        out |= finetuning_summary(run)
     for pool, kind, peak, mean, fullest in use_rows(uses):
         key = f"{pool.replace(':', '')}_{kind}_bytes"
         out |= {f"peak_{key}": int(peak), f"mean_{key}": float(mean)}

@@ -13,7 +13,14 @@ import pyarrow as pa
 
 from analysis.columns import Block, block_of, block_of_frame, blocks_of_file, count_of, joined
 from analysis.yaml_text import yaml_value
-from engine.results.schema import SCHEMA_VERSION, TABLES, of_version_4, read_table, read_text
+from engine.results.schema import (
+    OPTIONAL,
+    SCHEMA_VERSION,
+    TABLES,
+    of_version_4,
+    read_table,
+    read_text,
+)
 
 if TYPE_CHECKING:  # it takes longer to load than the metrics of a small run
     import pandas as pd
@@ -78,14 +85,15 @@ class Run(RunFacts):
     memory: pd.DataFrame
     plans: pd.DataFrame
     training: pd.DataFrame
+    samples: pd.DataFrame | None = None  # of finetuning jobs
 
     def has(self, table: str) -> bool:
-        """Whether the run has kept a table: all of them."""
-        return table in TABLES
+        """Whether the run has kept a table: all of them but those that a run may lack."""
+        return getattr(self, table) is not None if table in OPTIONAL else table in TABLES
 
     def rows(self, table: str) -> int:
-        """Rows of a table."""
-        return len(getattr(self, table))
+        """Rows of a table; of one that it lacks, none."""
+        return len(getattr(self, table)) if self.has(table) else 0
 
     def blocks(self, table: str, columns: Sequence[str]) -> Iterator[Block]:
         """A whole table at once, see RunFacts."""
@@ -195,7 +203,8 @@ def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
         raise ValueError(
             f"{folder} has kept requests alone (record=requests): run it again with record=all"
         )
-    return {name: _table(folder, name, schema) for name, schema in TABLES.items()}
+    lacks = [name for name in OPTIONAL if not (folder / f"{name}.parquet").is_file()]
+    return {n: _table(folder, n, schema) for n, schema in TABLES.items() if n not in lacks}
 
 
 def _check_finished(folder: Path) -> None:

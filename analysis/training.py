@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.metric_names import TIMES, WAITING
-from analysis.run import Run
+from analysis.run import Run, RunFacts
+from analysis.usage import window_ns
 
 STEP = "mean_train_step_s"
 MEAN_STEP = "mean step after the first"
@@ -61,6 +62,39 @@ def training_summary(run: Run) -> dict[str, float | int]:
             "last_loss": float(rows["loss"].iloc[-1]),
         }
     return out | {f"train_{part}_share": share for part, share in time_shares(run).items()}
+
+
+def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
+    """Flat scalars of finetuning on samples; empty without.
+
+    Tokens per second are those that went forward, unfinished samples included, over the time from
+    the first arrival or launch to the last finish (FlexLLM's scripts). The largest gap between two
+    tokens of a request is told beside: a mean hides a stall.
+    """
+    if not run.rows("samples"):
+        return {}
+    rows = run.columns("samples", ("forward_tokens", "start_ns", "last_ns", "status", "restarts"))
+    first_ns, last_ns = float(rows["start_ns"].min()), float(rows["last_ns"].max())
+    out: dict[str, float | int] = {}
+    if run.rows("requests"):
+        served_ns = window_ns(run)
+        first_ns, last_ns = min(first_ns, served_ns[0]), max(last_ns, served_ns[1])
+        gaps_ns = _gaps_ns(run)
+        out = {"max_itl_s": float(gaps_ns.max()) / 1e9} if len(gaps_ns) else {}
+    tokens = int(rows["forward_tokens"].sum())
+    return out | {
+        "finetune_samples": int(rows["status"].is_("finished").sum()),
+        "finetune_tokens": tokens,
+        "finetune_tokens_per_s": tokens / (last_ns - first_ns) * 1e9,
+        "finetune_restarts": int(rows["restarts"].sum()),
+    }
+
+
+def _gaps_ns(run: RunFacts) -> np.ndarray:
+    """Gaps between the tokens of each request."""
+    found = [block["token_ns"] for block in run.blocks("requests", ("token_ns",))]
+    gaps = [times.gaps(np.ones(len(times.starts) - 1, bool)) for times in found]
+    return np.concatenate([np.empty(0), *gaps])
 
 
 def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:

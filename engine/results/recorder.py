@@ -13,9 +13,17 @@ import pyarrow as pa
 
 from engine.contract.executor import Launch, Meter, Piece, Pieces, Span
 from engine.contract.job import Job
-from engine.contract.plan import Copy, Plan
-from engine.contract.regions import Kind, Tier
-from engine.results.schema import TABLES, Figures, TableFile, files_of, marked, values_of
+from engine.contract.plan import Compute, Copy, Plan, Slice
+from engine.contract.regions import Kind, Tier, Work
+from engine.results.schema import (
+    OPTIONAL,
+    TABLES,
+    Figures,
+    TableFile,
+    files_of,
+    marked,
+    values_of,
+)
 from engine.results.tables import (
     ORDER,
     Facts,
@@ -132,6 +140,29 @@ class Outcome:
         return list(chain.from_iterable([stretch.times for stretch in self.stretches]))
 
 
+@dataclass(slots=True)
+class SampleOutcome:
+    """What happened to one sample of a finetuning job."""
+
+    tokens: int
+    start_ns: int
+    left: int  # tokens that units still have to go back over
+    forward_tokens: int = 0
+    last_ns: int = 0
+    restarts: int = 0
+    since: int = 0  # the plan from which on its launches count
+
+    def settle(self, piece: Slice, end_ns: int) -> None:
+        """A window of the sample has ended."""
+        training, units = piece.job.training, piece.layers
+        assert training is not None and units is not None, "a window of a finetuning job"
+        self.last_ns = end_ns
+        if piece.work is Work.BACKWARD:
+            self.left -= piece.tokens * len(units)
+        elif units.stop == training.spec.num_units:
+            self.forward_tokens += piece.tokens
+
+
 class Recorder:
     """Facts only; every figure is derived later, in analysis/.
 
@@ -139,17 +170,23 @@ class Recorder:
     what it has written.
     """
 
-    def __init__(self, meter: Meter | None = None, keeps_steps: bool = True) -> None:
+    def __init__(
+        self, meter: Meter | None = None, keeps_steps: bool = True, finetunes: bool = False
+    ) -> None:
         """A recorder without facts.
 
         Args:
             meter: reads a machine's memory at every settle.
             keeps_steps: whether steps, memory and plans are kept; else requests and training alone.
+            finetunes: whether samples are kept.
         """
         self.outcomes: dict[int, Outcome] = {}
         self._facts = Facts([], [], [], [])
         self._keeps_steps = keeps_steps
         self._trained: list[TrainedRow] = []
+        self._finetunes = finetunes
+        self._units: dict[int, int] = {}  # by finetuning job: units that a sample goes back over
+        self._samples: dict[tuple[int, int], SampleOutcome] = {}  # by job and microbatch
         self._begun: dict[tuple[int, int], int] = {}  # training job and step -> first issue
         self._deliveries: dict[int, Deliveries] = {}  # by device
         self._returned: dict[int, list[int]] = defaultdict(list)  # by device
@@ -232,6 +269,8 @@ class Recorder:
         for job in plan.restart:
             if job.job_id in self.outcomes:
                 self.outcomes[job.job_id].restarts += 1
+            elif job.training is not None and job.training.sample is not None:
+                self._begin_anew(job.job_id, job.training.sample, step)
         for op in plan.ops:
             if isinstance(op, Copy) and op.src.tier is Tier.GPU and op.dst.tier is Tier.HOST:
                 self._count_swap(op)
@@ -271,6 +310,30 @@ class Recorder:
         tokens = sum(map(spec.tokens_of, microbatches)) * spec.ranks
         self._trained.append((job.job_id, step, start_ns, now_ns, microbatches, tokens))
 
+    def _begin_anew(self, job_id: int, microbatch: int, step: int) -> None:
+        """A sample gives its memory back: what it has computed before this plan is lost."""
+        if (sample := self._samples.get((job_id, microbatch))) is not None:
+            fresh = SampleOutcome(sample.tokens, sample.start_ns, sample.left, since=step)
+            fresh.restarts, fresh.last_ns = sample.restarts + 1, sample.last_ns
+            fresh.left = sample.tokens * self._units[job_id]
+            self._samples[job_id, microbatch] = fresh
+
+    def _finetuned(self, step: int, span: Span) -> None:
+        """A launch with a window of a finetuning job has ended."""
+        op = span.op
+        for piece in op.slices if isinstance(op, Compute) else ():
+            training = piece.job.training
+            if training is None or not training.spec.finetunes or piece.work is Work.UPDATE:
+                continue
+            job_id, spec = piece.job.job_id, training.spec
+            key, tokens = (job_id, piece.microbatch), spec.tokens_of(piece.microbatch)
+            units = self._units.setdefault(job_id, spec.num_units - 1 - training.first)
+            if (sample := self._samples.get(key)) is None:
+                sample = SampleOutcome(tokens, span.start_ns, tokens * units)
+                self._samples[key] = sample
+            if step >= sample.since:
+                sample.settle(piece, span.end_ns)
+
     def cached(self, job_id: int, tokens: int) -> None:
         """A request starts, or starts again, behind tokens that were found computed."""
         self.outcomes[job_id].cached_tokens += tokens
@@ -284,6 +347,8 @@ class Recorder:
         launch: Launch,
         figures: Sequence[Figures],
     ) -> None:
+        if self._finetunes:
+            self._finetuned(step, span)
         if self._keeps_steps:
             self._facts.steps.append((step, issue_ns, host_ns, span, launch))
         self._note(span.end_ns, "settle", step, figures)
@@ -332,7 +397,19 @@ class Recorder:
         outcomes = [outcome for _, outcome in sorted(self.outcomes.items())]
         found = {"requests": requests_table(outcomes, outputs)}
         found |= facts if self._keeps_steps else {}
-        return found | {"training": self._training(loss_of)}
+        found |= {"training": self._training(loss_of)}
+        return found | ({"samples": self._sample_table(loss_of)} if self._finetunes else {})
+
+    def _sample_table(self, loss_of: LossOf | None) -> pa.Table:
+        rows = list[tuple[object, ...]]()
+        for (job_id, microbatch), sample in sorted(self._samples.items()):
+            is_whole = not sample.left and sample.forward_tokens == sample.tokens
+            loss = loss_of(job_id, microbatch) if loss_of is not None and is_whole else None
+            status = "finished" if is_whole else "unfinished"
+            times = sample.start_ns, sample.last_ns
+            facts = sample.tokens, sample.forward_tokens, *times, status, sample.restarts, loss
+            rows.append((job_id, microbatch, *facts))
+        return table_of("samples", rows)
 
     def _training(self, loss_of: LossOf | None) -> pa.Table:
         return table_of("training", [training_row(row, loss_of) for row in self._trained])
@@ -349,6 +426,7 @@ class Recorder:
     def schemas(self) -> dict[str, pa.Schema]:
         """Of the tables that are kept, by name."""
         names = [name for name in TABLES if self._keeps_steps or name not in ORDER]
+        names = [name for name in names if self._finetunes or name not in OPTIONAL]
         return {name: marked(TABLES[name]) for name in names}
 
     # ---- files
@@ -392,7 +470,10 @@ class Recorder:
         assert self._stream is not None, "rows have files to go to"
         if self._keeps_steps:
             self._write_facts(self._facts.runs, [], NEVER)
-        self._stream.finish(self.outcomes, outputs, self._training(loss_of))
+        last = {"training": self._training(loss_of)}
+        if self._finetunes:
+            last["samples"] = self._sample_table(loss_of)
+        self._stream.finish(self.outcomes, outputs, last)
 
 
 NEVER = (1 << 63) - 1
@@ -439,13 +520,14 @@ class RowStream:
             self._written += len(done)
 
     def finish(
-        self, outcomes: Mapping[int, Outcome], outputs: Outputs | None, training: pa.Table
+        self, outcomes: Mapping[int, Outcome], outputs: Outputs | None, last: Mapping[str, pa.Table]
     ) -> None:
-        """Writes the requests that are left, and what was trained."""
+        """Writes the requests that are left, and tables that are written last."""
         written = {*self._ids[: self._written]}
         rest = [outcome for i, outcome in sorted(outcomes.items()) if i not in written]
         self._add_requests(rest, outputs)
-        self._files["training"].add(training)
+        for name, table in last.items():
+            self._files[name].add(table)
         if self._flushes > FLUSHES:  # else a small run is over before that pays
             pa.default_memory_pool().release_unused()
 

@@ -153,12 +153,29 @@ TRAINING = pa.schema(
     ]
 )
 
+# One row per sample that a finetuning job has begun, by job and sample. Kept where jobs finetune.
+SAMPLES = pa.schema(
+    [
+        ("job_id", I64),
+        ("sample", I64),  # its microbatch, counted through the job
+        ("tokens", I32),
+        ("forward_tokens", I32),  # that have gone forward through all units
+        ("start_ns", I64),  # of its first launch
+        ("last_ns", I64),  # end of its last launch
+        ("status", TEXT),  # finished, unfinished
+        ("restarts", I32),  # times it gave its memory back and began anew
+        ("loss", F64),  # null in a simulation, and of an unfinished one
+    ]
+)
+OPTIONAL = ("samples",)  # tables that a run may lack
+
 TABLES = {
     "requests": REQUESTS,
     "steps": STEPS,
     "memory": MEMORY,
     "plans": PLANS,
     "training": TRAINING,
+    "samples": SAMPLES,
 }
 
 

@@ -85,7 +85,8 @@ def replay(
     keeps_steps: bool = True,
 ) -> dict[str, Any]:
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
-    engine = engine_of(run_spec, backend, Recorder(backend.meter, keeps_steps))
+    finetunes = any(trainee.job.finetunes for trainee in run_spec.trainees)
+    engine = engine_of(run_spec, backend, Recorder(backend.meter, keeps_steps, finetunes))
     before = backend.probe()
     write_status(folder, RUNNING)
     shown = progress_bar(engine, run_spec.work, shows_progress)

@@ -1,0 +1,1 @@
+"""Claims of serving and finetuning on one device."""
