@@ -285,7 +285,7 @@ def replay(
         (Tier.HOST, 0): 1 << 40,
     }
     policy = Composed(
-        CoServe(ChunkedPrefill(BUDGET, SLOTS), BUDGET),
+        CoServe(ChunkedPrefill(BUDGET, SLOTS, max_prefills=1), BUDGET),
         CoMemory(PagedRestart(watermark=0.0, prompts="must_fit"), buffers="static"),
     )
     clock, recorder = VirtualClock(), Recorder(keeps_steps=False, finetunes=True)

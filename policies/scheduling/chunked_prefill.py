@@ -20,6 +20,8 @@ class ChunkedPrefill:
     Args:
         token_budget: tokens of a step, of decodes and prefill slices together.
         max_jobs: jobs in service.
+        max_prefills: prompts that are in prefill at once: no other is admitted before one of them
+            is through (FlexLLM: 1). None: as many as the budget holds.
 
     Raises:
         ValueError: a limit is below 1.
@@ -27,18 +29,27 @@ class ChunkedPrefill:
 
     token_budget: int = 512
     max_jobs: int = 256
+    max_prefills: int | None = None
 
     @property
     def traits(self) -> Traits:
         """What this scheduling promises to the engine."""
         return Traits(
-            repeats=True, appends=True, step_tokens=self.token_budget, max_jobs=self.max_jobs
+            repeats=True,
+            appends=self.max_prefills is None,
+            step_tokens=self.token_budget,
+            max_jobs=self.max_jobs,
         )
 
     def __post_init__(self) -> None:
-        check_limits("chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs)
+        limits = {} if self.max_prefills is None else {"max_prefills": self.max_prefills}
+        check_limits(
+            "chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs, **limits
+        )
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         decodes, begun = view.in_service()
-        prompts = [*begun, *arrivals(view, self.max_jobs)]
-        return fill(prompts, self.token_budget, view, decodes)
+        admitted = arrivals(view, self.max_jobs)
+        if self.max_prefills is not None:
+            admitted = admitted[: max(0, self.max_prefills - len(begun))]
+        return fill([*begun, *admitted], self.token_budget, view, decodes)
