@@ -29,8 +29,7 @@ from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.planners.windows import Windows
 from policies.scheduling.chunked_prefill import ChunkedPrefill
-from policies.sharing.co_memory import CoMemory
-from policies.sharing.coserve import CoServe
+from policies.sharing.coserve import CoMemory, CoServe
 from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor
 from traces.serving.request import Request, Sample, TrainingJob
@@ -42,7 +41,7 @@ BAR = 0.001
 MEMORY_BYTES = 1 << 40
 
 
-class Case(NamedTuple):
+class ConstantCase(NamedTuple):
     """Decodes, layers, and layers that a step takes a backward down."""
 
     decodes: int
@@ -52,12 +51,12 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(10, 32, 1),
-    Case(10, 32, 2),
-    Case(100, 32, 1),
-    Case(40, 48, 3),
-    Case(100, 64, 4),
-    Case(200, 64, 1, 512),
+    ConstantCase(10, 32, 1),
+    ConstantCase(10, 32, 2),
+    ConstantCase(100, 32, 1),
+    ConstantCase(40, 48, 3),
+    ConstantCase(100, 64, 4),
+    ConstantCase(200, 64, 1, 512),
 )
 
 
@@ -81,7 +80,7 @@ class ConstantSteps(LaunchCost):
         return None
 
 
-def rate(case: Case, samples: int) -> float:
+def rate(case: ConstantCase, samples: int) -> float:
     """Tokens per second of whole samples behind the first.
 
     Args:
@@ -107,9 +106,7 @@ def rate(case: Case, samples: int) -> float:
     layout = Windows().prepare(shapes, [job], capacity)
     layout.places[Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, 0)] = spec.weight_bytes  # type: ignore[index]
     policy = Composed(
-        CoServe(
-            ChunkedPrefill(case.token_budget, 255), case.token_budget, case.backward_layers
-        ),
+        CoServe(ChunkedPrefill(case.token_budget, 255), case.token_budget, case.backward_layers),
         CoMemory(PagedRestart()),
     )
     clock, recorder = VirtualClock(), Recorder(keeps_steps=False, finetunes=True)

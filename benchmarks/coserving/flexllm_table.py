@@ -44,8 +44,7 @@ from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.planners.windows import Windows
 from policies.scheduling.chunked_prefill import ChunkedPrefill
-from policies.sharing.co_memory import CoMemory
-from policies.sharing.coserve import CoServe
+from policies.sharing.coserve import CoMemory, CoServe
 from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor
 from traces.serving.request import Request, Sample, TrainingJob
@@ -59,7 +58,7 @@ BARS = {"finetuning": 0.10, "mean": 0.06, "tpot": 0.07, "retention": 0.05, "cpu_
 LENGTHS = "data/lengths/sharegpt_v3_firstturn_llama2.parquet"
 
 
-class Published(NamedTuple):
+class PublishedModel(NamedTuple):
     """A model of the artifact, and what its notebook says at one to five requests a second."""
 
     name: str
@@ -75,19 +74,19 @@ class Published(NamedTuple):
 
 
 MODELS = (
-    Published(
+    PublishedModel(
         *("Llama-3.1-8B", 32, 4096, 32, 14336, 128256, 70_000),
         (2352, 2229, 2093, 1938, 1799),
         (32.6, 33.6, 34.9, 36.1, 36.7),
         (260, 514, 751, 1059, 1307),
     ),
-    Published(
+    PublishedModel(
         *("Qwen2.5-14B", 48, 5120, 40, 13824, 152064, 70_000),
         (941, 857, 813, 701, 555),
         (57.9, 60.9, 64.3, 66.2, 66.5),
         (258, 504, 604, 888, 1179),
     ),
-    Published(
+    PublishedModel(
         *("Qwen2.5-32B", 64, 5120, 40, 27648, 152064, 60_000),
         (803, 760, 734, 656, 559),
         (53.8, 55.3, 56.9, 58.6, 59.8),
@@ -136,14 +135,14 @@ def _serves(launch: Launch) -> bool:
     return any([s.job.training is None or s.work is Work.FORWARD for s in op.slices])
 
 
-class Lengths(NamedTuple):
+class ConversationLengths(NamedTuple):
     """Prompt and output tokens of conversations, by FlexLLM's rule."""
 
     prompts: np.ndarray
     outputs: np.ndarray
 
 
-def lengths_of(shared: Path) -> Lengths:
+def lengths_of(shared: Path) -> ConversationLengths:
     """First human and gpt turns of at most 8,192 tokens together.
 
     Args:
@@ -155,11 +154,11 @@ def lengths_of(shared: Path) -> Lengths:
     table = pq.read_table(shared / LENGTHS)
     prompts, outputs = (table[name].to_numpy() for name in ("prompt_tokens", "output_tokens"))
     kept = (prompts > 0) & (outputs > 0) & (prompts + outputs <= MOST_TOKENS)
-    return Lengths(prompts[kept], outputs[kept])
+    return ConversationLengths(prompts[kept], outputs[kept])
 
 
 def scaled_to(lengths: np.ndarray, mean: float) -> np.ndarray:
-    """Lengths with another mean.
+    """ConversationLengths with another mean.
 
     Args:
         lengths: of prompts or outputs.
@@ -172,7 +171,9 @@ def scaled_to(lengths: np.ndarray, mean: float) -> np.ndarray:
     return found
 
 
-def requests_of(lengths: Lengths, model: Published, rate: int, seconds: float) -> list[Request]:
+def requests_of(
+    lengths: ConversationLengths, model: PublishedModel, rate: int, seconds: float
+) -> list[Request]:
     """The requests of a cell.
 
     Args:
@@ -193,7 +194,7 @@ def requests_of(lengths: Lengths, model: Published, rate: int, seconds: float) -
     return [Request(i, at, p, o) for i, (at, p, o) in enumerate(rows)]
 
 
-def cost_of(lengths: Lengths, model: Published) -> ByDecodes:
+def cost_of(lengths: ConversationLengths, model: PublishedModel) -> ByDecodes:
     """The two constants of a model, from its TPOT at one and five requests a second.
 
     A request of n tokens has n - 1 gaps in its TPOT of n tokens. Decodes in flight are output
@@ -216,7 +217,7 @@ def cost_of(lengths: Lengths, model: Published) -> ByDecodes:
     return ByDecodes((low_s - each_s * few) * 1e9, each_s * 1e9)
 
 
-class Cell(NamedTuple):
+class CoservingCell(NamedTuple):
     """What a replay of a cell gives."""
 
     finetuned_per_s: float
@@ -226,8 +227,12 @@ class Cell(NamedTuple):
 
 
 def replay(
-    model: Published, rate: int, lengths: Lengths, cost: LaunchCost, seconds: float = SECONDS
-) -> Cell:
+    model: PublishedModel,
+    rate: int,
+    lengths: ConversationLengths,
+    cost: LaunchCost,
+    seconds: float = SECONDS,
+) -> CoservingCell:
     """Replays a cell.
 
     Args:
@@ -256,9 +261,7 @@ def replay(
     )
     page = PageSize.of(spec, PAGE_TOKENS)
     requests = requests_of(lengths, model, rate, seconds)
-    recipe = Recipe(
-        optimizer="sgd", dtype="bfloat16", lora_rank=16, lora_targets=("down_proj",)
-    )
+    recipe = Recipe(optimizer="sgd", dtype="bfloat16", lora_rank=16, lora_targets=("down_proj",))
     job = TrainingJob(
         len(requests),
         0,
@@ -302,7 +305,7 @@ def replay(
     ]
     tokens = sum([o.request.output_tokens for o in outcomes])
     cpu_s = time.process_time() - begun
-    return Cell(sum(samples) / wall_s, float(np.mean(gaps)), tokens / wall_s, cpu_s)
+    return CoservingCell(sum(samples) / wall_s, float(np.mean(gaps)), tokens / wall_s, cpu_s)
 
 
 def line_between(values: Sequence[float], rate: int) -> float:
@@ -311,7 +314,7 @@ def line_between(values: Sequence[float], rate: int) -> float:
     return values[0] + (values[-1] - values[0]) * (rate - first) / (last - first)
 
 
-def judged(model: Published, cells: dict[int, Cell]) -> dict[str, list[float]]:
+def judged(model: PublishedModel, cells: dict[int, CoservingCell]) -> dict[str, list[float]]:
     """The errors of a model that are judged, by the bar that they have."""
     found: dict[str, list[float]] = {"finetuning": [], "tpot": []}
     for rate in (rate for rate in JUDGED if rate in cells):
@@ -341,11 +344,11 @@ def main() -> int:
                 line_between(values, rate) / values[i] - 1
                 for values in (model.finetuned_per_s, model.tpot_ms)
             ]
+            finetuned, tpot = model.finetuned_per_s[i], model.tpot_ms[i]
             print(
-                f"  q={rate}: finetuning {cell.finetuned_per_s:.0f} tokens/s, published "
-                f"{model.finetuned_per_s[i]} ({cell.finetuned_per_s / model.finetuned_per_s[i] - 1:+.1%}"
-                f", line {lines[0]:+.1%}); TPOT {cell.tpot_ms:.1f} ms, published "
-                f"{model.tpot_ms[i]} ({cell.tpot_ms / model.tpot_ms[i] - 1:+.1%}, line "
+                f"  q={rate}: finetuning {cell.finetuned_per_s:.0f} tok/s, published {finetuned} "
+                f"({cell.finetuned_per_s / finetuned - 1:+.1%}, line {lines[0]:+.1%}); TPOT "
+                f"{cell.tpot_ms:.1f} ms, published {tpot} ({cell.tpot_ms / tpot - 1:+.1%}, line "
                 f"{lines[1]:+.1%}); output {cell.outputs_per_s:.0f} tokens/s, published "
                 f"{model.outputs_per_s[i]}; {cell.cpu_s:.1f} s of CPU"
             )

@@ -503,3 +503,16 @@ class Job:
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is to be computed."""
         return self._known - self._computed > 1 or not self._computed + self._clock.clock
+
+
+def named(value: object) -> str:
+    """The type of a value in words, for messages; that of every job is Job.
+
+    Args:
+        value: any object.
+
+    Returns:
+        Such as `a list`, or `None`.
+    """
+    kind = Job if isinstance(value, Job) else type(value)
+    return "None" if value is None else f"a {kind.__name__}"

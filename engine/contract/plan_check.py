@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from engine.contract.job import Job
+from engine.contract.job import Job, named
 from engine.contract.kv_check import WHOLE, Leading, PlanWalk
 from engine.contract.plan import (
     HOST_LANE,
@@ -24,7 +24,6 @@ from engine.contract.plan import (
     Share,
     Slice,
 )
-from engine.contract.policy import named
 from engine.contract.regions import (
     SHARED_OWNER,
     Kind,

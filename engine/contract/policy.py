@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
-from engine.contract.job import Job
+from engine.contract.job import Job, named
 from engine.contract.layout import Layout
 from engine.contract.plan import Collective, Compute, Grow, Plan, Slice
 from engine.contract.regions import Place, Pool, Tier
@@ -284,6 +284,9 @@ class Scheduling(Protocol):
         """
 
 
+MakeRoom = Callable[[Pool, int], None]
+
+
 class PlanBuilder(ABC):
     """The plan that a memory policy writes: each operation is tried on a dry run as it is added.
 
@@ -431,6 +434,14 @@ class PlanBuilder(ABC):
         """
 
     @abstractmethod
+    def join(self, op: Compute) -> None:
+        """Makes a launch a part of the one that the plan ends with, but for growth behind that.
+
+        Args:
+            op: a launch, which is added by itself where the plan ends otherwise.
+        """
+
+    @abstractmethod
     def exchange(self, op: Collective) -> None:
         """Adds a device's part in an exchange of its group.
 
@@ -464,13 +475,16 @@ class PlanBuilder(ABC):
         """
 
     @abstractmethod
-    def within(self, room_bytes: Mapping[Pool, int]) -> PlanBuilder:
+    def within(
+        self, room_bytes: Mapping[Pool, int], make_room: MakeRoom | None = None
+    ) -> PlanBuilder:
         """A builder that writes into this plan within a share of the room.
 
-        What the share frees it may take again. It never has more room than this builder.
+        What the share frees it may take again. Only where room is made it has more than this one.
 
         Args:
             room_bytes: the most bytes that it may take of each pool that is named.
+            make_room: called with a pool and bytes that it lacks; it frees places by this builder.
 
         Returns:
             A builder whose operations become operations of this plan. It shows what all of the
@@ -584,16 +598,3 @@ class Planner(Protocol):
         Raises:
             ValueError: the jobs cannot fit; one line with the deficit and what would help.
         """
-
-
-def named(value: object) -> str:
-    """The type of a value in words, for messages; that of every job is Job.
-
-    Args:
-        value: any object.
-
-    Returns:
-        Such as `a list`, or `None`.
-    """
-    kind = Job if isinstance(value, Job) else type(value)
-    return "None" if value is None else f"a {kind.__name__}"

@@ -15,10 +15,10 @@ from operator import attrgetter
 import simpy
 
 from engine.contract.executor import Lanes, Launch, Pieces, Repeater, Span
-from engine.contract.job import Job
+from engine.contract.job import Job, named
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, Traits, named, notes_reads, traits_of
+from engine.contract.policy import Policy, Traits, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError, made_at, name_of
 from engine.contract.view import Profile, View

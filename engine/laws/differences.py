@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from engine.contract.job import named
 from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Plan, Share
-from engine.contract.policy import named
 from engine.contract.regions import told
 from engine.results.plan_log import encode
 from engine.results.recorder import Recorder

@@ -97,10 +97,9 @@ class Issuing:
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
         if moves is not None:
             return Launch(op, booking.waits, moves.pieces(op, self._moved))
-        if len(op.slices) == 1 and (training := op.slices[0].job.training) is not None:
-            if not training.spec.finetunes:
-                pieces = self._trained(op, op.slices[0], booking.beside)
-                return Launch(op, booking.waits, pieces)
+        own = op.slices[0].job.training if len(op.slices) == 1 else None
+        if own is not None and not own.spec.finetunes:
+            return Launch(op, booking.waits, self._trained(op, op.slices[0], booking.beside))
         return Launch(op, booking.waits, self._moved(op, op.slices, booking.beside))
 
     def start(self, plan: Plan, launches: Sequence[Launch], settle: Callable[[Span], None]) -> None:

@@ -1,17 +1,25 @@
-"""Co-serving by tokens: each launch serves first, and finetunes with the tokens that are left."""
+"""Co-serving by tokens: each step serves first, and finetunes with the tokens that are left.
+
+Both sides take their memory from one pool. Serving is planned as if a sample held nothing, and what
+a sample holds gives way to keys and values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from engine.contract.job import Job, TrainingProgress
-from engine.contract.plan import Slice
-from engine.contract.policy import Scheduling, Traits, traits_of
-from engine.contract.regions import Work
+from engine.contract.plan import Compute, Grow, Slice
+from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
+from engine.contract.regions import Place, Pool, Tier, Work
+from engine.contract.rules import Remedy
 from engine.contract.view import View
+from engine.contract.windows import WindowFootprint, sample_bytes, sample_places, window_footprint
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
+from policies.training.out_of_memory import OutOfMemory, patient
 
 
 @dataclass(frozen=True)
@@ -135,3 +143,185 @@ def due_update(job: Job, training: TrainingProgress) -> tuple[tuple[Slice, ...],
     last, chunks = training.microbatches[-1], range(len(training.trained_by))
     is_last = training.step + 1 >= training.spec.num_steps
     return (Slice(job, 1, Work.UPDATE, chunks, last),), None if is_last else last + 1
+
+
+@dataclass(frozen=True)
+class CoMemory:
+    """Serving has a memory policy of its own; finetuning takes pages and bytes of the same pools.
+
+    Serving is planned as if a sample held nothing. Where it needs bytes that a sample holds, the
+    sample gives all of them back and begins anew, the job that came last first. So finetuning never
+    preempts a request, and never keeps one out.
+
+    A window forward joins the launch that serves, or follows it as a launch of its own. A backward
+    and an update have launches of their own.
+
+    Args:
+        serving: memory policy of the requests.
+        buffers: `grown`: a sample takes bytes window by window, and gives each place back behind
+            its last use. `static`: a job takes what its longest sample can hold when it begins, and
+            keeps it to its end, as FlexLLM does; it never gives way.
+        fused: whether a window joins the launch that serves, and weights are read once.
+        headroom: share of the device that windows leave free, so that serving can grow.
+
+    Raises:
+        ValueError: `headroom` is not in [0, 1).
+    """
+
+    serving: Memory
+    buffers: Literal["grown", "static"] = "grown"
+    fused: bool = True
+    headroom: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.headroom < 1:
+            raise ValueError(f"co-serving: headroom is {self.headroom}, must be in [0, 1)")
+
+    @property
+    def traits(self) -> Traits:
+        """What is told of KV as serving has it; states of training stay on the device."""
+        serving = traits_of(self.serving)
+        return Traits(
+            spare_pages=serving.spare_pages,
+            reserved_tokens=serving.reserved_tokens,
+            prefix_caching=serving.prefix_caching,
+            states_in=(Tier.GPU,),
+        )
+
+    @patient
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        served = tuple([piece for piece in batch if piece.job.training is None])
+        trained = [piece for piece in batch if piece.job.training is not None]
+        samples = HeldSamples(view, plan, gives_way=self.buffers == "grown")
+        for piece in trained:  # updates come first: a window behind one finds its weights
+            if piece.work is Work.UPDATE:
+                self._place(piece, view, plan)
+        if served:
+            self.serving.fit(served, *samples.beside(view, plan))
+        for piece in trained:
+            if piece.work is not Work.UPDATE and piece.job.job_id not in samples.restarted:
+                self._place(piece, view, plan)
+        if not plan and trained and not view.serving and not view.in_flight:
+            self._refuse_endless(trained[-1], view, plan)
+
+    def _place(self, piece: Slice, view: View, plan: PlanBuilder) -> None:
+        """Writes a launch that finetunes, if there is room for it."""
+        footprint, grows = self._growth(piece, view, plan)
+        pool: Pool = (Tier.GPU, view.device)
+        need = sum([op.nbytes for op in grows])
+        spare = 0 if piece.work is Work.UPDATE else self._headroom_bytes(view)
+        if need and need > plan.room(pool) - spare:
+            return
+        plan.grow_all(grows)
+        op = Compute((piece,), footprint.reads, footprint.writes, view.device)
+        if self.fused and piece.work is Work.FORWARD:
+            plan.join(op)
+        else:
+            plan.launch(op)
+        lasting = self._lasting(piece, view)
+        for place in footprint.frees:
+            if place not in lasting:
+                plan.free(place)
+
+    def _growth(
+        self, piece: Slice, view: View, plan: PlanBuilder
+    ) -> tuple[WindowFootprint, list[Grow]]:
+        """The footprint of a launch, and what grows for it."""
+        training = piece.job.training
+        assert training is not None
+        footprint = window_footprint(piece, training, view.page, view.device)
+        sizes = dict(footprint.sizes)
+        for place, nbytes in self._lasting(piece, view).items():
+            sizes[place] = max(nbytes, sizes.get(place, 0))
+        lacks = [(place, nbytes - plan.held(place)) for place, nbytes in sizes.items()]
+        return footprint, [Grow(place, nbytes) for place, nbytes in lacks if nbytes > 0]
+
+    def _lasting(self, piece: Slice, view: View) -> Mapping[Place, int]:
+        """Bytes of the places that a job keeps to its end."""
+        if self.buffers == "grown":
+            return {}
+        assert piece.job.training is not None
+        return sample_bytes(piece.job.training, view.page, view.device)
+
+    def _headroom_bytes(self, view: View) -> int:
+        """Bytes that windows leave free."""
+        if self.buffers == "static":
+            return 0
+        return int(self.headroom * view.capacity_bytes[Tier.GPU, view.device])
+
+    def _refuse_endless(self, piece: Slice, view: View, plan: PlanBuilder) -> None:
+        """OutOfMemory where a launch finds no room although nothing else holds any."""
+        training = piece.job.training
+        assert training is not None
+        _, grows = self._growth(piece, view, plan)
+        pool: Pool = (Tier.GPU, view.device)
+        need = sum([op.nbytes for op in grows]) + self._headroom_bytes(view)
+        trains_all = training.spec.recipe.lora_rank is None
+        more = (Remedy.TRAIN_ADAPTERS,) if trains_all else ()
+        remedies = (Remedy.SHORTER_SEQUENCES, Remedy.RECOMPUTE, *more)
+        what = f"a window of training job {piece.job.job_id}"
+        if (deficit_bytes := need - plan.room(pool)) > 0:
+            raise OutOfMemory(pool, deficit_bytes, what, remedies)
+
+
+class HeldSamples:
+    """What samples under way hold, which is room for serving.
+
+    Where serving needs bytes of it, the sample of the last job gives all of its bytes back and
+    begins anew, then that of the job before it.
+
+    Args:
+        view: what the policy was shown.
+        plan: the plan that is written.
+        gives_way: whether samples give way at all.
+
+    Attributes:
+        restarted: numbers of the jobs whose samples begin anew.
+    """
+
+    def __init__(self, view: View, plan: PlanBuilder, gives_way: bool) -> None:
+        self._plan, self._pool = plan, (Tier.GPU, view.device)
+        jobs = [job for job in training_jobs(view) if _finetunes(job)] if gives_way else []
+        found = [(job, _held_places(job, plan, view.device)) for job in jobs]
+        self._jobs = [(job, places) for job, places in found if places]
+        self.restarted: set[int] = set()
+
+    def beside(self, view: View, plan: PlanBuilder) -> tuple[View, PlanBuilder]:
+        """What serving is shown and writes to: as if samples held nothing.
+
+        Args:
+            view: what the policy was shown.
+            plan: the plan that is written.
+
+        Returns:
+            A view without samples, and a builder that has room made where a pool lacks it.
+        """
+        side = side_of(view, trains=False)
+        if not self._jobs:
+            return side, plan
+        pool, own = self._pool, {place for _, places in self._jobs for place in places}
+        nbytes = sum([plan.held(place) for place in own])
+        free = {**view.free_bytes, pool: view.free_bytes[pool] + nbytes}
+        held = {place: size for place, size in view.held_bytes.items() if place not in own}
+        shown = replace(side, held_bytes=held, free_bytes=free)
+        return shown, plan.within({pool: plan.room(pool) + nbytes}, self._make_room)
+
+    def _make_room(self, pool: Pool, nbytes: int) -> None:
+        while self._jobs and self._plan.room(pool) < nbytes:
+            job, places = self._jobs.pop()
+            for place in places:
+                self._plan.free(place)
+            self._plan.restart(job)
+            self.restarted.add(job.job_id)
+
+
+def _held_places(job: Job, plan: PlanBuilder, device: int) -> list[Place]:
+    """What the sample under way of a job holds; nothing where its updates are due."""
+    training = job.training
+    if training is None or training.sample is None:
+        return []
+    return [place for place in sample_places(training, device) if plan.holds(place)]
+
+
+def _finetunes(job: Job) -> bool:
+    return job.training is not None and job.training.spec.finetunes

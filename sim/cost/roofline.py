@@ -13,10 +13,11 @@ from engine.contract.executor import Contexts, Launch, Pieces
 from engine.contract.plan import HOST_LANE, Pattern
 from models.operators import Operator, decode_of, operators, prefill_operator
 from models.spec import ModelSpec
-from sim.cost.contract import FEW, ShapePriced, forward_shape, sizes
+from sim.cost.contract import FEW, ShapePriced
+from sim.cost.launch_shape import forward_shape, sizes
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import training_operators
-from sim.cost.windows import Window, backward_operators, extra_operators
+from sim.cost.windows import WindowShape, backward_operators, extra_operators
 from sim.devices.device import Device, share
 from sim.devices.group import ALONE, Group, exchange_ns
 
@@ -75,7 +76,7 @@ class Roofline(ShapePriced):
     )
     _dense_ns: dict[int, Dense] = field(default_factory=dict, init=False, repr=False, compare=False)
     _heads_ns: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _windows_ns: dict[Window, int] = field(
+    _windows_ns: dict[WindowShape, int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -270,14 +271,15 @@ class Roofline(ShapePriced):
             raise ValueError(f"no cost is known for a {trained.group} on the host's lane")
         return round(sum(op.repeats * op.nbytes for op in ops) / self.device.update_rate * 1e9)
 
-    def forward_ns(self, launch: Launch, window: Window) -> int:
+    def forward_ns(self, launch: Launch, window: WindowShape) -> int:
         """See ShapePriced.forward_ns: decodes enter by their sums alone."""
         if not self._is_own:
-            return super().forward_ns(launch, window)
+            tokens, contexts, samples = forward_shape(launch)
+            return self.shape_ns(tokens, contexts, samples + window.labels)
         mix = self._mix(launch)
         return self._mix_ns(mix._replace(samples=mix.samples + window.labels), 0)
 
-    def extra_ns(self, window: Window) -> int:
+    def extra_ns(self, window: WindowShape) -> int:
         """What a window forward costs beyond serving its tokens, by its operators.
 
         Args:
@@ -292,7 +294,7 @@ class Roofline(ShapePriced):
             self._windows_ns[key] = ns
         return ns
 
-    def back_ns(self, window: Window) -> int:
+    def back_ns(self, window: WindowShape) -> int:
         """Duration of a window back by its operators.
 
         Args:

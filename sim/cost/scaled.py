@@ -12,7 +12,8 @@ import numpy as np
 from engine.contract.executor import Launch
 from engine.contract.plan import Collective, Compute, Copy
 from engine.contract.regions import Tier
-from sim.cost.contract import LaunchCost, forward_shape
+from sim.cost.contract import LaunchCost
+from sim.cost.launch_shape import forward_shape
 
 HOST = "host"  # the time of the host before a plan
 

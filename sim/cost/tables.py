@@ -14,7 +14,8 @@ import numpy as np
 from engine.contract.executor import Launch
 from engine.contract.regions import PageSize
 from models.spec import ModelSpec
-from sim.cost.contract import FEW, ShapePriced, forward_shape
+from sim.cost.contract import FEW, ShapePriced
+from sim.cost.launch_shape import forward_shape
 from sim.cost.piecewise import Lookup, Table, check_nodes, check_times
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import is_of_training, likenesses, training_terms

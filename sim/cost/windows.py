@@ -24,7 +24,7 @@ ADAPTER_PASSES = 5  # an adapter's output is scaled (two passes) and added (thre
 LOSS_BYTES = 8 + 12  # per logit in float32: the log-softmax, then its gradient
 
 
-class Window(NamedTuple):
+class WindowShape(NamedTuple):
     """A window of a sample, forward or back.
 
     work      forward or backward
@@ -51,7 +51,7 @@ class Window(NamedTuple):
     kept: int
 
 
-def window_of(piece: Slice, context: int, model: ModelSpec) -> Window:
+def window_of(piece: Slice, context: int, model: ModelSpec) -> WindowShape:
     """The window of a finetuning slice.
 
     Args:
@@ -82,7 +82,7 @@ def window_of(piece: Slice, context: int, model: ModelSpec) -> Window:
         again = sum([sizes[u] < kept for u in units if 0 < u < spec.num_units - 1])
     adapted = _adapted(model, spec.recipe)
     trains, rank = (ADAPTERS, spec.recipe.lora_rank) if adapted else (FULL, None)
-    return Window(
+    return WindowShape(
         piece.work.value,
         layers,
         piece.tokens,
@@ -106,7 +106,7 @@ def _adapted(model: ModelSpec, recipe: Recipe) -> tuple[tuple[int, int], ...]:
     return tuple([(a.shape[1], b.shape[0]) for a, b in zip(downs, ups, strict=True)])
 
 
-def extra_operators(model: ModelSpec, window: Window) -> list[Operator]:
+def extra_operators(model: ModelSpec, window: WindowShape) -> list[Operator]:
     """The kernels of a window forward beyond those of serving its tokens.
 
     Adapters, what is kept, and the loss with the gradient of the head's input.
@@ -130,7 +130,7 @@ def extra_operators(model: ModelSpec, window: Window) -> list[Operator]:
     return ops
 
 
-def backward_operators(model: ModelSpec, window: Window) -> list[Operator]:
+def backward_operators(model: ModelSpec, window: WindowShape) -> list[Operator]:
     """The kernels of a window back.
 
     Each frozen product gives the gradient of its input, a trained one that of its weights as well.
@@ -144,9 +144,7 @@ def backward_operators(model: ModelSpec, window: Window) -> list[Operator]:
     """
     rows, item, layers = window.tokens, model.item_bytes, window.layers
     times = 2 if window.trains == FULL else 1
-    ops = [
-        product(model, "linear", times * layers, rows, *shape) for shape in matrices(model)
-    ]
+    ops = [product(model, "linear", times * layers, rows, *shape) for shape in matrices(model)]
     if window.again:
         again = [product(model, "linear", window.again, rows, *s) for s in matrices(model)]
         ops += [*again, prefill_operator(model, window.again, rows, window.context)]
@@ -169,7 +167,7 @@ def backward_operators(model: ModelSpec, window: Window) -> list[Operator]:
     return ops
 
 
-def _adapters(model: ModelSpec, window: Window, times: int) -> Iterator[Operator]:
+def _adapters(model: ModelSpec, window: WindowShape, times: int) -> Iterator[Operator]:
     """Both products of each adapter, and the passes over its output."""
     rows, rank = window.tokens, window.rank
     for inputs, outputs in window.adapted:

@@ -36,7 +36,7 @@ from sim.fit.recorded_shapes import (
     rows_of,
     trains,
 )
-from sim.fit.solve import Sample, solve
+from sim.fit.solve import Observation, solve
 from traces.serving.request import TrainingJob
 
 MIXED = "mixed"
@@ -145,7 +145,7 @@ def fit_observed(
     apart: Sequence[Observed] = (),
 ) -> TableCost:
     """Fits tables to shapes with durations; those seen `apart` from a replay weigh less."""
-    groups: dict[str, list[Sample]] = {}
+    groups: dict[str, list[Observation]] = {}
     for observations, weight in ((found, 1.0), (apart, APART)):
         for point in points(observations):
             if point.ns > 0:
@@ -188,8 +188,10 @@ def _system(shape: Shape) -> str:
     return terms(shape)[0][0]
 
 
-def _sample(point: Point, weight: float) -> Sample:
-    return Sample(terms(point.shape), point.ns, weight * min(point.repeats, MOST_REPEATS) ** 0.5)
+def _sample(point: Point, weight: float) -> Observation:
+    return Observation(
+        terms(point.shape), point.ns, weight * min(point.repeats, MOST_REPEATS) ** 0.5
+    )
 
 
 def terms(shape: Shape) -> Terms:
@@ -212,7 +214,7 @@ def terms(shape: Shape) -> Terms:
     return found
 
 
-def anchored(samples: Sequence[Sample]) -> list[Sample]:
+def anchored(samples: Sequence[Observation]) -> list[Observation]:
     """The samples, and an empty copy in each direction whose copies have nearly one size."""
     sizes: dict[str, set[int]] = {}
     for sample in samples:
@@ -220,10 +222,10 @@ def anchored(samples: Sequence[Sample]) -> list[Sample]:
             if "->" in name:
                 sizes.setdefault(name, set()).add(nbytes)
     near = [name for name, found in sizes.items() if max(found) < SPAN * min(found)]
-    return [*samples, *[Sample([(name, (0,))], LATENCY_NS) for name in near]]
+    return [*samples, *[Observation([(name, (0,))], LATENCY_NS) for name in near]]
 
 
-def _grids(samples: Iterable[Sample]) -> dict[str, tuple[Nodes, ...]]:
+def _grids(samples: Iterable[Observation]) -> dict[str, tuple[Nodes, ...]]:
     """Per table and axis the nodes that the data can carry."""
     seen: dict[str, set[tuple[int, ...]]] = {}
     for sample in samples:

@@ -66,7 +66,7 @@ ROUNDS = 4  # of reweighting
 OUTLIER = 3.0  # errors beyond so many robust standard deviations lose weight
 
 
-class Sample(NamedTuple):
+class Observation(NamedTuple):
     """One measured sum: (table, point) terms that should add up to `ns`."""
 
     terms: Sequence[tuple[str, tuple[int, ...]]]
@@ -74,7 +74,9 @@ class Sample(NamedTuple):
     weight: float = 1.0
 
 
-def solve(grids: Mapping[str, tuple[Nodes, ...]], samples: Sequence[Sample]) -> dict[str, Table]:
+def solve(
+    grids: Mapping[str, tuple[Nodes, ...]], samples: Sequence[Observation]
+) -> dict[str, Table]:
     """Values at all nodes, rising along every axis, that explain the samples best.
 
     Errors count relative to each sample's duration, so that short launches matter as much as long
@@ -109,7 +111,7 @@ def _design(
     grids: Mapping[str, tuple[Nodes, ...]],
     start: Mapping[str, int],
     size: int,
-    samples: Sequence[Sample],
+    samples: Sequence[Observation],
 ) -> Array:
     empty = {name: Table(axes, ()) for name, axes in grids.items()}
     design = np.zeros((len(samples), size))

@@ -13,7 +13,8 @@ import numpy as np
 
 from engine.contract.executor import Launch
 from models.spec import ModelSpec
-from sim.cost.contract import FEW, ShapePriced, forward_shape
+from sim.cost.contract import FEW, ShapePriced
+from sim.cost.launch_shape import forward_shape
 from sim.cost.piecewise import Lookup, Ragged, Table, Watch, hats
 from sim.cost.roofline import Roofline
 from sim.devices.device import Device

@@ -12,7 +12,8 @@ import numpy as np
 
 from engine.contract.executor import Launch
 from models.spec import ModelSpec
-from sim.cost.contract import FEW, Load, ShapePriced, load_of, sizes
+from sim.cost.contract import FEW, ShapePriced
+from sim.cost.launch_shape import Load, load_of, sizes
 from sim.cost.piecewise import Lookup, Ragged, Table, Watch, check_times
 from sim.foreign.measured import read_times
 

@@ -15,7 +15,8 @@ import numpy as np
 from engine.contract.executor import Contexts, Launch, Pieces
 from engine.contract.plan import Compute
 from models.spec import ModelSpec
-from sim.cost.contract import ShapePriced, forward_shape, shifted
+from sim.cost.contract import ShapePriced
+from sim.cost.launch_shape import forward_shape, shifted
 from sim.cost.piecewise import warn_beyond
 from sim.foreign.measured import check_measured
 

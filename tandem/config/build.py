@@ -34,7 +34,7 @@ METHODS = {
 CLASSES = {
     "model": "models.spec.ModelSpec",
     "device": "sim.devices.device.Device",
-    "training": "traces.training.job.Training",
+    "training": "traces.training.job.TrainingWork",
 }
 OWN = ("traces", "models", "engine", "policies", "sim", "runtime", "analysis")
 TARGET = re.compile(r"_target_:\s*([\w.]+)")

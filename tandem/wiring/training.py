@@ -72,7 +72,7 @@ def trainees_of(
             "training needs a policy that trains: choose one, such as policy=zero3_offload"
         )
     asked = builder.build(node, "training")
-    if not isinstance(asked, Training):
+    if not isinstance(asked, Training | Finetuning):
         raise ValueError(f"training: {node['_target_']} does not make a Training")
     own = replace(spec, dtype=asked.recipe.dtype)
     if asked.sequence_tokens > own.max_positions:
@@ -84,7 +84,7 @@ def trainees_of(
     units, cache = own.num_layers + 2, Path(config["cache"])
     if isinstance(asked, Finetuning):
         _check_dtype(asked, spec)
-        job = asked.drawn(number, units, own.name, cache)
+        job = asked.job(number, units, own.name, cache)
         shape = finetuning_shape(own, job)
     else:
         job = replace(asked.job(number, units, own.name), ranks=ranks)

@@ -737,7 +737,7 @@ def test_what_others_hold_stays_too() -> None:
 
 def test_serving_is_no_concern() -> None:
     """Where nothing trains, launches, pages and swaps are not looked at."""
-    contract = TrainingContract(Layout(), dict, {}, [(GPU, 0), (HOST, 0)])
+    contract = TrainingContract(Layout(), dict, {}, [(GPU, 0), (HOST, 0)], NO_PAGES)
     job = Job(1, 0, 8, 8)
     places = (kv_place(1), kv_place(1, HOST))
     launch = Compute((Slice(job, 8),), (), places[:1])

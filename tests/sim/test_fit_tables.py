@@ -15,7 +15,7 @@ from sim.cost.tables import DECODE, HEAD, HOST, PREFILL_SLICE, TableCost
 from sim.fit.errors import OPERATOR, errors, operator_errors, ruling
 from sim.fit.fit_tables import _grids, anchored, fit, fit_observed, terms
 from sim.fit.recorded_shapes import Launched, observed
-from sim.fit.solve import Sample, solve
+from sim.fit.solve import Observation, solve
 from tests.support.additive import (
     MODEL,
     PAGE,
@@ -210,6 +210,6 @@ def test_copies_of_nearly_one_size_tell_no_slope() -> None:
     """Noise of 2 % between sizes of 2 and 3 MB, one way and the other, is not carried to 12 MB."""
     for noise in (0.98, 1.02):
         sizes_ns = {2_000_000: 4_000_000.0, 3_000_000: 6_000_000.0 * noise}
-        samples = anchored([Sample([("gpu->host", (n,))], ns) for n, ns in sizes_ns.items()])
+        samples = anchored([Observation([("gpu->host", (n,))], ns) for n, ns in sizes_ns.items()])
         table = solve(_grids(samples), samples)["gpu->host"]
         assert table.value((12_000_000,)) == pytest.approx(24_000_000, rel=0.025)

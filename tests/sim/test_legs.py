@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.contract.executor import Launch, Piece
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
-from sim.cost.contract import FEW, ShapePriced, forward_shape, shifted
+from sim.cost.contract import FEW, ShapePriced
+from sim.cost.launch_shape import forward_shape, shifted
 from sim.foreign.aiconfigurator import AiConfiguratorCost
 from sim.foreign.kernel_profile import SKEWS, KernelProfileCost
 from tandem.config.compose import composed

@@ -91,26 +91,37 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """A training job without its model, as a configuration describes it.
+class TrainingWork:
+    """What every training job has without its model, as a configuration describes it.
 
-    An update follows `microbatches` microbatches of `sequences` sequences of `sequence_tokens`.
+    An update follows `microbatches` microbatches, whose sequences have at most `sequence_tokens`.
     """
 
-    data: Data
     recipe: Recipe
     sequence_tokens: int
-    sequences: int = 1
     microbatches: int = 1
+    arrival_s: float = 0.0
+
+    @property
+    def arrival_ns(self) -> int:
+        """When the job arrives, on the clock of the run."""
+        return round(self.arrival_s * UNITS_NS["s"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(TrainingWork):
+    """A job whose microbatches are `sequences` sequences of `sequence_tokens` each."""
+
+    data: Data
+    sequences: int = 1
     num_steps: int = 1
     has_update: bool = True
-    arrival_s: float = 0.0
 
     def job(self, job_id: int, num_units: int, model: str = "") -> TrainingJob:
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
         return TrainingJob(
             job_id,
-            round(self.arrival_s * UNITS_NS["s"]),
+            self.arrival_ns,
             num_units,
             self.sequence_tokens,
             self.sequences,

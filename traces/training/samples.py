@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.files import absent
+from traces.serving.recorded_times import UNITS_NS
 from traces.serving.request import Sample, TrainingJob
 from traces.training.batches import Batches, Ids
-from traces.training.job import Training
+from traces.training.job import TrainingWork
 from traces.training.text_store import read_documents
 
 LENGTHS, RELEASES, ORDER = 4, 5, 6  # streams of a seed, beside those of traces.training.batches
@@ -168,17 +169,16 @@ class TextSampleBatches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finetuning(Training):
-    """A finetuning job without its model, as a configuration describes it.
+class Finetuning(TrainingWork):
+    """A job that finetunes on samples of unequal length.
 
-    An update follows `microbatches` samples of at most `sequence_tokens` tokens. Samples are there
-    at once, or come at `rate` per second, drawn by the recipe's seed. The job makes `num_steps`
-    updates, going through its samples again where these are more; without them it goes through its
-    samples once. With `until_served` it ends with the last request.
+    Samples are there at once, or come at `rate` per second, drawn by the recipe's seed. The job
+    makes `num_steps` updates, going through its samples again where these are more; without them it
+    goes through its samples once. With `until_served` it ends with the last request.
     """
 
-    data: Samples  # type: ignore[assignment]
-    num_steps: int | None = None  # type: ignore[assignment]
+    data: Samples
+    num_steps: int | None = None
     rate: float | None = None
     until_served: bool = True
 
@@ -186,14 +186,28 @@ class Finetuning(Training):
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"training.rate={self.rate}: it must be above 0, or null for all")
 
-    def drawn(self, job_id: int, num_units: int, model: str, cache: Path) -> TrainingJob:
+    def job(self, job_id: int, num_units: int, model: str, cache: Path) -> TrainingJob:
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
         samples = self.data.samples(self.sequence_tokens, self.recipe.seed, cache)
         if self.rate is not None:
             rng = np.random.default_rng((self.recipe.seed, RELEASES))
             at_s = np.cumsum(rng.exponential(1 / self.rate, len(samples)))
-            ns = np.rint(at_s * 1e9).astype(int).tolist()
+            ns = np.rint(at_s * UNITS_NS["s"]).astype(int).tolist()
             samples = tuple([s._replace(release_ns=at) for s, at in zip(samples, ns, strict=True)])
-        steps = self.num_steps or max(1, len(samples) // self.microbatches)
-        plain = replace(self, num_steps=steps).job(job_id, num_units, model)
-        return replace(plain, samples=samples, until_served=self.until_served)
+        return TrainingJob(
+            job_id,
+            self.arrival_ns,
+            num_units,
+            self.sequence_tokens,
+            num_steps=self.num_steps or max(1, len(samples) // self.microbatches),
+            microbatches=self.microbatches,
+            model=model,
+            dataset=self.data.name,
+            recipe=self.recipe,
+            samples=samples,
+            until_served=self.until_served,
+        )
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
+        """The tokens of the job's microbatches, all below `vocabulary`."""
+        return self.data.batches(job, vocabulary, cache)
