@@ -1,0 +1,213 @@
+"""Co-serving within an SLO, and temporal sharing: what a step finetunes, and how long it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.contract.plan import Compute, Plan, Slice
+from engine.contract.regions import Tier, Work
+from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
+from engine.results.recorder import Recorder
+from policies.composed import Composed
+from policies.kv.paged_restart import PagedRestart
+from policies.scheduling.chunked_prefill import ChunkedPrefill
+from policies.sharing.coserve import CoMemory
+from policies.sharing.coserve_slo import CoServeSlo
+from policies.sharing.temporal import Temporal
+from sim.cost.contract import PolicyCost
+from sim.cost.roofline import Roofline
+from sim.executor import SimExecutor
+from tests.support.finetuning import PAGE, SPEC, finetuning_job, layout_of_jobs
+from tests.support.replays import random_requests
+from tests.training.training_jobs import device
+from traces.serving.request import Request, Sample, TrainingJob
+
+PAGES = 4000
+DEVICE = replace(device("cpu"), kernel_ns=0, dispatch_ns=0)
+MULTIPLE = 4
+
+
+def run(scheduling: Any, work: list[Request | TrainingJob]) -> tuple[Recorder, Roofline]:
+    """A replay priced by a roofline, by which policies are quoted, too."""
+    jobs = [item for item in work if isinstance(item, TrainingJob)]
+    cost, clock, recorder = Roofline(DEVICE, SPEC, PAGE.tokens), VirtualClock(), Recorder()
+    engine = Engine(
+        clock,
+        Composed(scheduling, CoMemory(PagedRestart())),
+        SimExecutor(clock, cost),
+        {(Tier.GPU, 0): PAGES * PAGE.nbytes, (Tier.HOST, 0): 1 << 30},
+        PAGE,
+        depth=1,
+        layout=layout_of_jobs(jobs, PAGES),
+        cost=PolicyCost(cost, lambda place: engine.ledger.held_bytes[place]),
+        recorder=recorder,
+    )
+    engine.replay(work)
+    return recorder, cost
+
+
+def finetuned(plan: Plan) -> list[Slice]:
+    return [
+        piece
+        for op in plan.ops
+        if isinstance(op, Compute)
+        for piece in op.slices
+        if piece.job.training is not None
+    ]
+
+
+def windows_of(recorder: Recorder) -> list[Slice]:
+    """Windows of all plans, forward and back, in order."""
+    own = [piece for row in recorder.plans for piece in finetuned(row[-1])]
+    return [piece for piece in own if piece.work is not Work.UPDATE]
+
+
+def within(slo_s: float, **given: Any) -> CoServeSlo:
+    given.setdefault("multiple", MULTIPLE)
+    return CoServeSlo(ChunkedPrefill(64, 12), slo_s, **given)
+
+
+def step_ns(recorder: Recorder) -> dict[int, tuple[int, bool, set[Work]]]:
+    """Per plan: how long its launches run, whether it serves, and how it finetunes."""
+    found: dict[int, tuple[int, bool, set[Work]]] = {}
+    for number, _, _, span, launch in recorder.steps:
+        op = launch.op
+        assert isinstance(op, Compute)
+        ns, serves, works = found.get(number, (0, False, set()))
+        serves |= any([piece.job.training is None for piece in op.slices])
+        own = {piece.work for piece in op.slices if piece.job.training is not None}
+        found[number] = (ns + span.end_ns - span.start_ns, serves, works | own)
+    return found
+
+
+def of_sample(tokens: int) -> list[Request | TrainingJob]:
+    job = finetuning_job(1000, [Sample(tokens)] * 3, num_steps=1 << 20, until_served=True)
+    return [*random_requests(5, 20), job]
+
+
+def fastest_ns(work: list[Request | TrainingJob]) -> int:
+    """The longest step that serves alone."""
+    alone = [item for item in work if isinstance(item, Request)]
+    return max([ns for ns, *_ in step_ns(run(ChunkedPrefill(64, 12), alone)[0]).values()])
+
+
+@pytest.mark.parametrize("more", [1.2, 1.6, 3.0])
+def test_no_step_takes_longer_than_the_slo(more: float) -> None:
+    """A simulation runs as it is quoted, so no step is late, and windows come as they fit."""
+    work = of_sample(120)
+    slo_s = more * fastest_ns(work) / 1e9
+    recorder, _ = run(within(slo_s, margin=0.0), work)
+    steps = step_ns(recorder)
+    assert max([ns for ns, serves, _ in steps.values() if serves]) <= slo_s * 1e9
+    beside = [works for _, serves, works in steps.values() if serves]
+    assert {Work.FORWARD} in beside and {Work.BACKWARD} in beside
+
+
+def test_a_longer_window_would_be_late() -> None:
+    """Of the multiples that are left of the sample, the longest in time is taken."""
+    work = of_sample(400)
+    slo_s = 1.3 * fastest_ns(work) / 1e9
+    recorder, cost = run(within(slo_s, margin=0.0), work)
+    looked = 0
+    for *_, launch in recorder.steps:
+        op, tail = launch.op, launch.op.slices[-1] if isinstance(launch.op, Compute) else None
+        if tail is None or tail.job.training is None or tail.work is not Work.FORWARD:
+            continue
+        piece = launch.pieces[-1]
+        if len(op.slices) == 1 or piece.context_tokens + piece.tokens == 400:  # type: ignore[union-attr]
+            continue
+        looked += 1
+        longer = tail._replace(tokens=tail.tokens + MULTIPLE)
+        slices = (*op.slices[:-1], longer)  # type: ignore[union-attr]
+        pieces = (*list(launch.pieces)[:-1], piece._replace(tokens=longer.tokens))
+        later = replace(launch, op=Compute(slices), pieces=pieces)
+        assert cost.compute_ns(later) > slo_s * 1e9
+    assert looked > 10
+
+
+def test_a_step_that_serves_nothing_is_bounded() -> None:
+    """A request that comes meanwhile waits no longer, and the shortest window always runs."""
+    job = finetuning_job(1000, [Sample(400)], num_steps=2)
+    late = [Request(0, 10**9, 5, 5)]
+    idle_s = 3e-4
+    recorder, _ = run(within(1.0, idle_s=idle_s), [*late, job])
+    idle = [ns for ns, serves, works in step_ns(recorder).values() if works and not serves]
+    assert len(idle) > 5 and max(idle) <= idle_s * 1e9
+    tiny, _ = run(within(1.0, idle_s=1e-9), [*late, job])
+    sizes = {
+        p.tokens for row in tiny.plans for p in finetuned(row[-1]) if p.work is not Work.UPDATE
+    }
+    assert sizes == {MULTIPLE}
+
+
+def test_an_slo_that_serving_alone_breaks_leaves_no_finetuning() -> None:
+    work = of_sample(60)
+    recorder, _ = run(within(1e-9, idle_s=1e-3), work)
+    assert not any(works for _, serves, works in step_ns(recorder).values() if serves)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"slo_s": 0.0}, "slo_s is 0.0, must be above 0"),
+        ({"slo_s": 1.0, "margin": 1.0}, r"margin is 1.0, must be in \[0, 1\)"),
+        ({"slo_s": 1.0, "multiple": 0}, "multiple is 0, must be above 0"),
+    ],
+)
+def test_wrong_settings_are_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        within(**given)
+
+
+# ---- temporal sharing
+def temporal(**given: Any) -> Temporal:
+    return Temporal(ChunkedPrefill(64, 12), **given)
+
+
+def kinds(recorder: Recorder) -> str:
+    """A letter per plan: s serves, f forward, b back."""
+    told = ""
+    for _, serves, works in step_ns(recorder).values():
+        own = works - {Work.UPDATE}
+        assert not (serves and own), "a step serves or trains"
+        told += "s" if serves else "f" if Work.FORWARD in own else "b" if own else "u"
+    return told
+
+
+def test_two_steps_train_behind_some_that_serve() -> None:
+    """A sample forward, and back; where nothing is served, training goes on."""
+    job = finetuning_job(1000, [Sample(50)], num_steps=1 << 20, until_served=True)
+    recorder, _ = run(temporal(every=4), [Request(0, 0, 5, 41), job])
+    assert kinds(recorder)[:24] == "ssssfb" * 4
+    whole = [
+        p.tokens for row in recorder.plans for p in finetuned(row[-1]) if p.work is not Work.UPDATE
+    ]
+    assert {*whole} == {50}
+
+
+def test_training_comes_seldom_while_requests_wait() -> None:
+    job = finetuning_job(1000, [Sample(50)], num_steps=1 << 20, until_served=True)
+    many = [Request(i, 0, 5, 41) for i in range(24)]  # twelve wait while twelve are served
+    busy, _ = run(temporal(every=4, busy_every=16, queue=3), [*many, job])
+    assert kinds(busy).count("f") < kinds(run(temporal(every=4), [*many, job])[0]).count("f")
+
+
+def test_a_limited_turn_is_a_window_or_some_layers() -> None:
+    job = finetuning_job(1000, [Sample(50)], num_steps=1 << 20, until_served=True)
+    limited = temporal(every=4, window_tokens=20, backward_layers=2)
+    recorder, _ = run(limited, [Request(0, 0, 5, 61), job])
+    own = windows_of(recorder)
+    told = [(p.work, p.tokens, len(p.layers or ())) for p in own[:5]]
+    forward = [(Work.FORWARD, n, 6) for n in (20, 20, 10)]
+    assert told == [*forward, (Work.BACKWARD, 50, 2), (Work.BACKWARD, 50, 2)]
+
+
+def test_wrong_turns_are_told() -> None:
+    with pytest.raises(ValueError, match="every is 0, must be at least 1"):
+        temporal(every=0)
+    with pytest.raises(ValueError, match="queue is -1, must not be below 0"):
+        temporal(queue=-1)
