@@ -79,6 +79,31 @@ def _whole(row: Mapping[str, Any]) -> str:
     return whole_body(row.get("grows", "[]"), row["body"])
 
 
+class LoggedSlice(NamedTuple):
+    """A slice of a log; its job is told by number."""
+
+    job_id: int
+    tokens: int
+    work: Work
+    layers: range | None
+    microbatch: int
+
+
+def launches_of_plans(path: Path) -> dict[int, list[list[LoggedSlice]]]:
+    """The slices of each launch of a plan log, by the number of its plan; see `read_plans`."""
+    found: dict[int, list[list[LoggedSlice]]] = {}
+    for step, logged in enumerate(read_plans(path)):
+        ops = json.loads(logged.body)["ops"]
+        found[step] = [[_logged(row) for row in op[4]] for op in ops if op[0] == "compute"]
+    return found
+
+
+def _logged(row: list[Any]) -> LoggedSlice:
+    job_id, tokens, work, layers, microbatch, *_ = row
+    span = None if layers is None else range(*layers)
+    return LoggedSlice(job_id, tokens, Work(work), span, microbatch)
+
+
 def check_jobs(path: Path, log: Iterable[LoggedPlan], known: Container[int]) -> None:
     """ValueError with the number of the first plan that names a job which will never come."""
     for number, logged in enumerate(log):

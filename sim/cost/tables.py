@@ -18,7 +18,8 @@ from sim.cost.contract import FEW, ShapePriced
 from sim.cost.launch_shape import forward_shape
 from sim.cost.piecewise import Lookup, Table, check_nodes, check_times
 from sim.cost.training_launch import Trained
-from sim.cost.training_operators import is_of_training, likenesses, training_terms
+from sim.cost.training_operators import Terms, is_of_training, likenesses, training_terms
+from sim.cost.windows import WindowShape, back_terms, extra_terms
 from traces.files import checked_text, seal, write_text
 
 FORMAT = 1
@@ -164,6 +165,42 @@ class TableCost(ShapePriced):
             f"{self.source} has no {trained.group} in {trained.dtype} ({trained.trains}); "
             "calibrate with a recipe like this one"
         )
+
+    def extra_ns(self, window: WindowShape) -> int:
+        """What a window forward costs beyond serving its tokens.
+
+        Args:
+            window: a window of a sample, forward.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the profile has no such windows.
+        """
+        return self._window_ns(extra_terms(window), window)
+
+    def back_ns(self, window: WindowShape) -> int:
+        """Duration of a window back.
+
+        Args:
+            window: a window of a sample, back.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the profile has no such windows.
+        """
+        return self._window_ns(back_terms(window), window)
+
+    def _window_ns(self, terms: Terms, window: WindowShape) -> int:
+        if lacking := [name for name, _ in terms if name not in self._lookups]:
+            raise ValueError(
+                f"{self.source} has no table {lacking[0]!r}: calibrate with a finetuning job like "
+                "this one (tandem calibrate policy=coserve training=finetune)"
+            )
+        return round(sum(self._lookups[name][point[0]] for name, point in terms))
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Duration of one copy.

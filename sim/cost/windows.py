@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from engine.contract.layout import TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.regions import Work
 from models.operators import Operator, elementwise, matrices, prefill_operator, product
@@ -13,6 +14,8 @@ from models.parameters import model_parameters
 from models.spec import ModelSpec
 from models.training.kept import SUM_BYTES, kept_token_bytes
 from sim.cost.training_launch import ADAPTERS, FULL
+from sim.cost.training_operators import PAIRS, ROWS, Terms
+from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
 # A fused backward of attention runs five products over the pairs where its forward runs two: the
@@ -50,6 +53,16 @@ class WindowShape(NamedTuple):
     again: int
     kept: int
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of queries and keys of its attention."""
+        return self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
+
+    @property
+    def group(self) -> str:
+        """The class under which errors are reported."""
+        return f"window {self.work}"
+
 
 def window_of(piece: Slice, context: int, model: ModelSpec) -> WindowShape:
     """The window of a finetuning slice.
@@ -67,33 +80,53 @@ def window_of(piece: Slice, context: int, model: ModelSpec) -> WindowShape:
     """
     training = piece.job.training
     assert training is not None and piece.layers is not None, "a window of a finetuning job"
-    spec, units = training.spec, piece.layers
-    if spec.num_units != model.num_layers + 2:
+    part = WindowPart(piece.work, piece.layers, piece.microbatch, piece.tokens, context)
+    return shape_of(part, training.spec, training.layout, model)
+
+
+class WindowPart(NamedTuple):
+    """A window as a plan names it, and the first token of it in the sample."""
+
+    work: Work
+    units: range
+    microbatch: int
+    tokens: int
+    context: int
+
+
+def shape_of(
+    part: WindowPart, job: TrainingJob, layout: TrainingLayout | None, model: ModelSpec
+) -> WindowShape:
+    """The shape of a window.
+
+    Args:
+        part: the window.
+        job: the finetuning job.
+        layout: its layout; None where nothing is laid out.
+        model: the model that the job trains.
+
+    Returns:
+        All that its duration depends on.
+
+    Raises:
+        ValueError: the job has other units than the model.
+    """
+    work, units, microbatch, tokens, context = part
+    if job.num_units != model.num_layers + 2:
         raise ValueError(
-            f"training job {spec.job_id} has {spec.num_units} units, but {model.name} has "
+            f"training job {job.job_id} has {job.num_units} units, but {model.name} has "
             f"{model.num_layers + 2}: embedding, {model.num_layers} layers and head"
         )
-    layers = len(range(max(units.start, 1), min(units.stop, spec.num_units - 1)))
-    labels, again, kept = 0, 0, kept_token_bytes(model, spec.recipe)
-    if piece.work is Work.FORWARD and units.stop == spec.num_units:
-        labels = spec.sample(piece.microbatch).labels(context, context + piece.tokens)
-    if training.layout is not None and training.layout.windows is not None:
-        sizes = training.layout.windows.kept
-        again = sum([sizes[u] < kept for u in units if 0 < u < spec.num_units - 1])
-    adapted = _adapted(model, spec.recipe)
-    trains, rank = (ADAPTERS, spec.recipe.lora_rank) if adapted else (FULL, None)
-    return WindowShape(
-        piece.work.value,
-        layers,
-        piece.tokens,
-        context,
-        labels,
-        trains,
-        rank or 0,
-        adapted,
-        again,
-        kept,
-    )
+    layers = range(max(units.start, 1), min(units.stop, job.num_units - 1))
+    labels, again, kept = 0, 0, kept_token_bytes(model, job.recipe)
+    if work is Work.FORWARD and units.stop == job.num_units:
+        labels = job.sample(microbatch).labels(context, context + tokens)
+    if layout is not None and layout.windows is not None:
+        again = sum([layout.windows.kept[unit] < kept for unit in layers])
+    adapted = _adapted(model, job.recipe)
+    trains, rank = (ADAPTERS, job.recipe.lora_rank or 0) if adapted else (FULL, 0)
+    shape = (len(layers), tokens, context, labels)
+    return WindowShape(work.value, *shape, trains, rank, adapted, again, kept)
 
 
 @lru_cache(maxsize=64)
@@ -175,3 +208,32 @@ def _adapters(model: ModelSpec, window: WindowShape, times: int) -> Iterator[Ope
         yield product(model, "linear", times * window.layers, rows, rank, outputs)
         moved = ADAPTER_PASSES * rows * outputs * model.item_bytes
         yield Operator("elementwise", times * window.layers, 0, moved, rows)
+
+
+def extra_terms(window: WindowShape) -> Terms:
+    """The tables whose values add up to what a window forward costs beyond serving its tokens.
+
+    Args:
+        window: a window forward.
+
+    Returns:
+        (name of table, point) pairs.
+    """
+    found: Terms = [(f"window {window.trains} {ROWS}", (window.tokens,))]
+    if window.labels:
+        found.append((f"window labels {ROWS}", (window.labels,)))
+    return found
+
+
+def back_terms(window: WindowShape) -> Terms:
+    """The tables whose values add up to the duration of a window back: so many for each layer.
+
+    Args:
+        window: a window back.
+
+    Returns:
+        (name of table, point) pairs.
+    """
+    how = f"{window.trains} again" if window.again else window.trains
+    rows, pairs = f"window back {how} {ROWS}", f"window back {how} {PAIRS}"
+    return [(rows, (window.tokens,)), (pairs, (window.pairs,))] * max(1, window.layers)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from engine.contract.regions import Work
 from sim.cost.contract import ShapeCost
 from sim.cost.tables import TableCost
 from sim.cost.training_launch import Trained
 from sim.fit.fit_tables import terms
-from sim.fit.recorded_shapes import Copied, Observed, Planned, Shape, observed
+from sim.fit.recorded_shapes import Copied, Launched, Observed, Planned, Shape, Windowed, observed
 
 ALL = "all launches"  # the class that sums all launches up
 OPERATOR = "operator "  # before the name of a table, where errors are listed by table
@@ -72,6 +73,16 @@ def _predict(cost: ShapeCost, shape: Shape) -> int:
         return cost.transfer_ns(*shape)
     if isinstance(shape, Trained):
         return cost.trained_ns(shape)
+    if isinstance(shape, Windowed):
+        launched, window = shape
+        if window.work == Work.BACKWARD:
+            return cost.back_ns(window)
+        samples = launched.samples + window.labels
+        return _served(cost, launched._replace(samples=samples)) + cost.extra_ns(window)
+    return _served(cost, shape)
+
+
+def _served(cost: ShapeCost, shape: Launched) -> int:
     tokens, contexts = [n for n, _ in shape.slices], [context for _, context in shape.slices]
     return cost.shape_ns(tokens, contexts, shape.samples)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.contract.layout import Mode, TrainingLayout
-from engine.contract.regions import PageSize
+from engine.contract.plan import COMPUTE_LANE
+from engine.contract.regions import PageSize, Work
+from engine.results.plan_log import LoggedSlice
 from models.spec import ModelSpec
 from sim.cost.piecewise import Nodes, Table
 from sim.cost.tables import (
@@ -24,6 +27,7 @@ from sim.cost.tables import (
 )
 from sim.cost.training_launch import FORWARD, LIGHT, UPDATE, Trained, unit_of, update_of
 from sim.cost.training_operators import Terms, is_of_training, is_straight, training_terms
+from sim.cost.windows import WindowPart, back_terms, extra_terms, shape_of
 from sim.fit.recorded_shapes import (
     Copied,
     Launched,
@@ -31,6 +35,7 @@ from sim.fit.recorded_shapes import (
     Planned,
     Point,
     Shape,
+    Windowed,
     observed,
     points,
     rows_of,
@@ -43,10 +48,14 @@ MIXED = "mixed"
 
 
 class RecordedTraining(NamedTuple):
-    """The STEPS of a run (Arrow or pandas), and its training jobs with their layouts."""
+    """The STEPS of a run (Arrow or pandas), and its training jobs with their layouts.
+
+    Where jobs finetune, `launches` has the slices of each launch of a step, as plans name them.
+    """
 
     steps: Any
     jobs: Mapping[int, tuple[TrainingJob, TrainingLayout]]
+    launches: Mapping[int, Sequence[Sequence[LoggedSlice]]] = MappingProxyType({})
 
 
 def fit_training(
@@ -76,7 +85,12 @@ def all_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]:
 
 
 def trained_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]:
-    """Launches that train and do nothing else, one unit or chunk each, with their durations."""
+    """Launches that train and do nothing else, one unit or chunk each, with their durations.
+
+    Windows of finetuning jobs are among them, with what is served beside them.
+    """
+    if any([job.finetunes for job, _ in run.jobs.values()]):
+        return _windows_observed(run, model)
     rows = [row for row in rows_of(run.steps) if trains(row) and row["work"] != MIXED]
     return [(_shape(row, run, model), int(row["end_ns"] - row["start_ns"])) for row in rows]
 
@@ -88,6 +102,42 @@ def _shape(row: Mapping[str, Any], run: RecordedTraining, model: ModelSpec) -> T
     if work == UPDATE:
         return update_of(model, job, layout, part, lane)
     return unit_of(model, job, part, _kept(work, part, layout), lane)
+
+
+def _windows_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]:
+    """Launches with a window or an update of a finetuning job, with their durations."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in rows_of(run.steps):
+        if row["lane"] == COMPUTE_LANE:
+            by_step.setdefault(int(row["step"]), []).append(row)
+    found = list[Observed]()
+    for step, rows in by_step.items():
+        rows.sort(key=lambda row: int(row["start_ns"]))  # a lane runs launches in their order
+        for row, slices in zip(rows, run.launches[step], strict=True):
+            own = [piece for piece in slices if piece.job_id in run.jobs]
+            if own:
+                shape = _windowed(row, own[-1], slices, run, model)
+                found.append((shape, int(row["end_ns"] - row["start_ns"])))
+    return found
+
+
+def _windowed(
+    row: Mapping[str, Any],
+    piece: LoggedSlice,
+    slices: Sequence[LoggedSlice],
+    run: RecordedTraining,
+    model: ModelSpec,
+) -> Shape:
+    job, layout = run.jobs[piece.job_id]
+    if piece.work is Work.UPDATE:
+        chunks = [update_of(model, job, layout, c, str(row["lane"])) for c in piece.layers or ()]
+        return chunks[0]._replace(elements=sum([chunk.elements for chunk in chunks]))
+    pairs = [*zip(map(int, row["tokens"]), map(int, row["contexts"]), strict=True)]
+    context = pairs[slices.index(piece)][1]
+    assert piece.layers is not None, "a window names its units"
+    part = WindowPart(piece.work, piece.layers, piece.microbatch, piece.tokens, context)
+    window = shape_of(part, job, layout, model)
+    return Windowed(Launched(tuple(sorted(pairs)), int(row["samples"])), window)
 
 
 def _kept(work: str, unit: int, layout: TrainingLayout) -> str:
@@ -183,7 +233,8 @@ def _expected_ns(tables: Mapping[str, Table], shape: Shape) -> float:
 
 def _system(shape: Shape) -> str:
     """Launches share their unknowns; copies in a direction and plans stand alone."""
-    if isinstance(shape, Launched):
+    is_forward = isinstance(shape, Windowed) and shape.window.work == Work.FORWARD
+    if is_forward or isinstance(shape, Launched):
         return LINEAR
     return terms(shape)[0][0]
 
@@ -201,6 +252,11 @@ def terms(shape: Shape) -> Terms:
         return [(HOST, (shape.items,)), *admitted]
     if isinstance(shape, Trained):
         return training_terms(shape)
+    if isinstance(shape, Windowed):
+        if shape.window.work == Work.BACKWARD:
+            return back_terms(shape.window)
+        launched = shape.launched._replace(samples=shape.launched.samples + shape.window.labels)
+        return [*terms(launched), *extra_terms(shape.window)]
     if isinstance(shape, Copied):
         return [(shape.direction + (CONTENDED if shape.contended else ""), (shape.nbytes,))]
     found: Terms = [(LINEAR, (sum(n for n, _ in shape.slices),))]

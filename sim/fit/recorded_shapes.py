@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.contract.plan import COMPUTE_LANE
 from sim.cost.training_launch import Trained
+from sim.cost.windows import WindowShape
 
 TRAINING_WORKS = ("forward", "again", "backward", "update", "mixed")  # in STEPS
 DECODE_ONLY, PREFILL_ONLY, WITH_PAST, MIXED, HOST = (
@@ -40,6 +41,19 @@ class Launched(NamedTuple):
         return WITH_PAST if any(context for _, context in self.slices) else PREFILL_ONLY
 
 
+class Windowed(NamedTuple):
+    """The shape of a launch with a window of a sample; served slices of a window back are none."""
+
+    launched: Launched
+    window: WindowShape
+
+    @property
+    def group(self) -> str:
+        """The class under which errors are reported; a window beside requests is one of its own."""
+        beside = len(self.launched.slices) > 1
+        return f"{self.window.group} beside requests" if beside else self.window.group
+
+
 class Copied(NamedTuple):
     """The shape of a copy."""
 
@@ -63,7 +77,7 @@ class Planned(NamedTuple):
         return HOST
 
 
-Shape = Launched | Copied | Planned | Trained
+Shape = Launched | Windowed | Copied | Planned | Trained
 Observed = tuple[Shape, int]  # with its duration in ns
 
 
@@ -94,12 +108,19 @@ def observed(steps: Any) -> list[Observed]:
         plan = plans[int(row["device"]), int(row["step"])]
         tokens = () if row["tokens"] is None else row["tokens"]
         plan[0] += len(tokens) or 1
-        plan[1] += 0 if is_training else sum(n > 1 for n in tokens)
+        plan[1] += _prompts(row) if row.get("work") == MIXED or not is_training else 0
         plan[2] += int(row["host_ns"])
     found += _copied([row for row in rows if "->" in row["lane"]])
     if any(host_ns for *_, host_ns in plans.values()):
         found += [(Planned(items, prompts), host_ns) for items, prompts, host_ns in plans.values()]
     return found
+
+
+def _prompts(row: Mapping[str, Any]) -> int:
+    """Served slices of several tokens; a window, which is none, comes last in its launch."""
+    tokens = () if row["tokens"] is None else list(row["tokens"])
+    served = tokens[:-1] if row.get("work") == MIXED else tokens
+    return sum(n > 1 for n in served)
 
 
 def rows_of(steps: Any) -> list[dict[str, Any]]:

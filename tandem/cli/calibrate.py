@@ -15,7 +15,7 @@ from tandem.config.composed_config import ComposedConfig
 
 def main(words: Sequence[str]) -> int:
     """Prints the held-out errors and where the profile is."""
-    from tandem.wiring.profile import REPLAYS, calibrate, calibrate_training
+    from tandem.wiring.profile import REPLAYS, calibrate, calibrate_training, finetunes
 
     parser = argparse.ArgumentParser(
         prog="tandem calibrate",
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
     folder = chosen.out or default_folder(point)
     began = time.perf_counter()
     is_training = (point.config.get("training") or {}).get("_target_") is not None
-    if is_training:
+    if is_training and not finetunes(point):
         table = calibrate_training(point, folder)
     else:
         table = calibrate(point, folder, chosen.replays, chosen.stream)

@@ -15,7 +15,9 @@ import pandas as pd
 
 from analysis.distance import STEADY
 from analysis.yaml_text import yaml_value
+from engine.contract.layout import TrainingLayout
 from engine.contract.regions import PageSize
+from engine.results.plan_log import launches_of_plans
 from engine.results.schema import read_table
 from models.spec import ModelSpec
 from sim.cost.tables import TableCost
@@ -35,10 +37,12 @@ from tandem.wiring.backends import (
 from tandem.wiring.cost import COST, about, device_facts
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import commit, running_folder, sole_user
-from tandem.wiring.run_spec import RunSpec, run_spec_of, spec_of
+from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of
 from tandem.wiring.workload import REQUESTS, synthetic_requests, synthetic_stream
 from traces.files import checked_text, seal, write_text
+from traces.serving.request import TrainingJob
 from traces.store import write_trace
+from traces.training.samples import Finetuning
 
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
 REPLAYS = 2  # that are fitted, at the least: apart in time, because the machine's speed drifts
@@ -107,6 +111,14 @@ def _measured(point: ComposedConfig, folder: Path, replays: int, streams: bool) 
     return table
 
 
+def finetunes(point: ComposedConfig) -> bool:
+    """Whether a configuration finetunes on samples, beside what it serves."""
+    node = point.config.get("training") or {}
+    if node.get("_target_") is None:
+        return False
+    return isinstance(builder_of(point).build(node, "training"), Finetuning)
+
+
 def fitted_replay(point: ComposedConfig, folder: Path, number: int, streams: bool = False) -> None:
     """Measures one more replay for the fit of a profile; see `calibrate`."""
     count = replayed_count(point.config["scheduling"])
@@ -129,7 +141,7 @@ def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
     launches find warmer caches than launches of a replay, and count less.
     """
     launches = [o for o in observed(read_table(folder / "steps.parquet")) if _is_launched(o)]
-    replayed = [row for table in _steps(folder, FITTED) for row in observed(table)]
+    replayed = _replayed(folder, FITTED, spec)
     return fit_observed(replayed, spec, page, _source(folder), apart=launches)
 
 
@@ -140,7 +152,7 @@ def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
     The host is judged by those replays only: with shapes it packs, but decides and books nothing.
     """
     shapes = [o for o in observed(read_table(folder / "holdout.parquet")) if _is_launched(o)]
-    replayed = [o for table in _steps(folder, HELD_OUT) for o in observed(table)]
+    replayed = _replayed(folder, HELD_OUT, cost.model)
     again = errors_of(cost, replayed)
     kept = {ALL, HOST} | {shape.group for shape, _ in replayed if isinstance(shape, Copied)}
     again = again[again.index.isin(kept)].rename(index=lambda name: AGAIN + name)
@@ -152,9 +164,25 @@ def _is_launched(found: Observed) -> bool:
     return not isinstance(found[0], Planned)
 
 
-def _steps(folder: Path, kind: str) -> list[Any]:
-    """The steps of a profile's replays of one kind."""
-    return [read_table(path) for path in sorted(folder.glob(f"{kind}-*/steps.parquet"))]
+def _replayed(folder: Path, kind: str, spec: ModelSpec) -> list[Observed]:
+    """Durations in a profile's replays of one kind, windows of finetuning jobs among them."""
+    found = list[Observed]()
+    for path in sorted(folder.glob(f"{kind}-*/steps.parquet")):
+        run = path.parent
+        if (run / "samples.parquet").is_file():
+            jobs, launches = _jobs_of(run), launches_of_plans(run / "plans.parquet")
+            found += all_observed(RecordedTraining(read_table(path), jobs, launches), spec)
+        else:
+            found += observed(read_table(path))
+    return found
+
+
+def _jobs_of(run: Path) -> dict[int, tuple[TrainingJob, TrainingLayout]]:
+    """The training jobs of a run with their layouts, built from its configuration again."""
+    config = yaml_value(checked_text(run / "config.yaml"), run / "config.yaml")
+    run_spec = run_spec_of(ComposedConfig({**config, "trusted": []}, ()))
+    layouts = run_spec.room.layout.training
+    return {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in run_spec.trainees}
 
 
 def is_steady(table: pd.DataFrame) -> bool:
@@ -204,6 +232,9 @@ def _replay(
         changed["arrival"] = {"_target_": "traces.serving.arrivals.AllAtOnce"}
     write_trace(trace, drawn, {"source": "made up by tandem/wiring/workload.py", "seed": seed})
     changed["backend"] = {**config["backend"], "workspace_every": 0}  # only times are of use
+    if finetunes(point):  # on other samples, too
+        recipe = {**config["training"]["recipe"], "seed": seed}
+        changed["training"] = {**config["training"], "recipe": recipe}
     run_experiment(replace(point, config={**config, **changed}), folder / name)
 
 
@@ -345,10 +376,7 @@ def judged_training(
 def recorded(folder: Path, kind: str) -> Iterator[RecordedTraining]:
     """The runs of a profile of one kind, without the first step of each."""
     for run in sorted(folder.glob(f"{kind}-*")):
-        config = yaml_value(checked_text(run / "config.yaml"), run / "config.yaml")
-        run_spec = run_spec_of(ComposedConfig({**config, "trusted": []}, ()))
-        layouts = run_spec.room.layout.training
-        jobs = {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in run_spec.trainees}
+        jobs = _jobs_of(run)
         steps = read_table(run / "steps.parquet").to_pandas()
         warm_ns = int(read_table(run / "training.parquet").to_pandas()["end_ns"].min())
         begins_ns = steps.groupby("step")["start_ns"].transform("min")  # plans are whole
