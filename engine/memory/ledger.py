@@ -109,6 +109,29 @@ class Sharing:
         return op.device == self._device
 
 
+def num_pages(
+    capacity_bytes: Mapping[Pool, int], resident: Mapping[Place, int], page: PageSize
+) -> dict[Pool, int]:
+    """How many KV pages each pool can hold at once.
+
+    Places that no job owns are never given back. States of a job come back with its end, and pages
+    may take their bytes then.
+
+    Args:
+        capacity_bytes: bytes of each pool.
+        resident: bytes of places that are held from the start.
+        page: the page size of KV.
+
+    Returns:
+        Pages by pool.
+    """
+    left = dict(capacity_bytes)
+    for place, nbytes in resident.items():
+        if place.region.owner == SHARED_OWNER:
+            left[place.pool] -= nbytes
+    return {pool: nbytes // page.nbytes for pool, nbytes in left.items()}
+
+
 class Ledger(Books):
     """The *predicted* memory: bytes per place, pages per KV place, what comes back and when.
 
@@ -153,14 +176,11 @@ class Ledger(Books):
                 Grow(place, nbytes)
             )
             self._take(place, nbytes)
-        # States of a job come back with its end; pages may take their bytes then.
-        fixed = {p: n for p, n in (resident or {}).items() if p.region.owner == SHARED_OWNER}
+        counts = num_pages(self.capacity_bytes, resident or {}, page)
         for pool, queue in self._free_queues.items():
             keeps = chains is not None and pool[0] is Tier.GPU
             cache = PrefixCache(chains, page.tokens) if chains is not None and keeps else None
-            lasting = sum([n for place, n in fixed.items() if place.pool == pool])
-            count = (self.capacity_bytes[pool] - lasting) // page.nbytes
-            pages = self._pools[pool] = PagePool(count, cache)
+            pages = self._pools[pool] = PagePool(counts[pool], cache)
             if cache is not None:
                 self.sharing[pool] = Sharing(pages, queue, cache, self.pages, page.nbytes, pool[1])
         self._settling: tuple[FreeQueue | PagePool, ...]  # settled with each operation

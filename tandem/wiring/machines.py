@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.contract.executor import Meter
 from engine.contract.policy import traits_of
 from engine.contract.regions import Pool, Tier
+from engine.memory.ledger import num_pages
 from tandem.wiring.budget import MIB
 from tandem.wiring.run_spec import RunSpec
 from tandem.wiring.workload import warn_of_ids
@@ -188,15 +189,9 @@ def served(machine: Machine[Any]) -> list[ServingMachine]:
 
 
 def pages_of(run_spec: RunSpec) -> dict[Pool, int]:
-    """KV pages per pool: what the capacity leaves beside the resident places."""
+    """KV pages per pool, as the ledger counts them."""
     room = run_spec.room
-    resident = dict.fromkeys(room.capacity_bytes, 0)
-    for place, nbytes in room.layout.places.items():
-        resident[place.pool] += nbytes
-    return {
-        pool: (capacity - resident[pool]) // room.page.nbytes
-        for pool, capacity in room.capacity_bytes.items()
-    }
+    return num_pages(room.capacity_bytes, room.layout.places, room.page)
 
 
 def prompts_of(run_spec: RunSpec) -> dict[int, Sequence[int]]:
