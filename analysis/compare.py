@@ -27,6 +27,7 @@ from analysis.training import (
     UNITS,
     Losses,
     check_same_training,
+    finetuning_summary,
     losses,
     paired_steps,
     training_summary,
@@ -179,7 +180,7 @@ def errors(prediction: Run, measurement: Run) -> pd.DataFrame:
         if metric in a and metric in b:
             name, unit = metric.removesuffix("_s"), units.get(metric, "tok/s")
             rows.append((name, "run", unit, a[metric], b[metric]))
-    a, b = training_summary(prediction), training_summary(measurement)
+    a, b = (training_summary(run) | finetuning_summary(run) for run in (prediction, measurement))
     for metric, unit in UNITS.items():
         if metric in a and metric in b:
             rows.append((metric, "run", unit, a[metric], b[metric]))

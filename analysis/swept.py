@@ -49,6 +49,7 @@ HEADLINES = {  # what is told of a point: the metric, its heading, and what it i
     "swaps": ("swaps", "preemptions whose KV is copied to the host and back"),
     "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
     "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
+    "finetune_tokens_per_s": ("finetune tok/s", "tokens of samples that went forward per second"),
     "peak_gpu0_used_bytes": ("peak used", "most bytes that the first device held"),
 }
 METRICS = {  # a metric in words, and the unit of its axis
@@ -62,6 +63,7 @@ METRICS = {  # a metric in words, and the unit of its axis
     "p99_e2e_s": ("p99 E2E", "s"),
     "train_tokens_per_s": ("trained", "tokens/s"),
     "mean_train_step_s": ("mean training step", "s"),
+    "finetune_tokens_per_s": ("finetuned", "tokens/s"),
     "peak_gpu0_used_bytes": ("peak device memory", "GiB"),
 }
 RESOURCES = re.compile(r"replicas|budget\.|device\.(memory|.*_per_s)")  # keys of which more helps

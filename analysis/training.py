@@ -13,11 +13,19 @@ from analysis.usage import window_ns
 
 STEP = "mean_train_step_s"
 MEAN_STEP = "mean step after the first"
-UNITS = {STEP: "s", "first_train_step_s": "s", "train_tokens_per_s": "tok/s"}  # compared metrics
+UNITS = {  # compared metrics
+    STEP: "s",
+    "first_train_step_s": "s",
+    "train_tokens_per_s": "tok/s",
+    "finetune_tokens_per_s": "tok/s",
+    "max_itl_s": "s",
+}
 LABELS = {  # of these metrics, in tables
     STEP: MEAN_STEP,
     "first_train_step_s": "first step, which warms up",
     "train_tokens_per_s": "tokens/s after the first",
+    "finetune_tokens_per_s": "finetuned, forward",
+    "max_itl_s": "largest gap between tokens",
 }
 
 

@@ -16,7 +16,7 @@ from analysis.ab.intervals import Interval, Statistic, over_blocks, over_groups,
 from analysis.classes import limits_in, met
 from analysis.metrics import goodput, latencies, throughput
 from analysis.run import RunFacts, whole
-from analysis.training import training_summary
+from analysis.training import finetuning_summary, training_summary
 from analysis.usage import memory_use
 
 Floats = NDArray[np.float64]
@@ -34,11 +34,13 @@ UNITS = {
     "peak_memory": "bytes",
     "mean_train_step": "s",
     "train_tokens_per_s": "tok/s",
+    "finetune_tokens_per_s": "tok/s",
 }
 MORE_IS_BETTER = {
     **dict.fromkeys(LATENCIES, False),
     **dict.fromkeys(("request_throughput", "output_throughput", "goodput"), True),
     **{"slo_attainment": True, "preemptions": False, "mean_train_step": False},
+    "finetune_tokens_per_s": True,
     "train_tokens_per_s": True,  # peak KV is neither: room that is used is no loss
 }
 
@@ -312,6 +314,8 @@ def totals(run: RunFacts) -> dict[str, float]:
         names = {"mean_train_step": "mean_train_step_s", "train_tokens_per_s": "train_tokens_per_s"}
         out |= {name: float(trained[key]) for name, key in names.items() if key in trained}
         out["peak_memory"] = _peak_bytes(run, "used")
+    if rate := finetuning_summary(run).get("finetune_tokens_per_s"):
+        out["finetune_tokens_per_s"] = float(rate)
     return out
 
 

@@ -21,9 +21,10 @@ METRIC_NAMES = {
     "peak_memory": "peak memory",
     "mean_train_step": "training step",
     "train_tokens_per_s": "training rate",
+    "finetune_tokens_per_s": "finetuning rate",
 }
 CLASS_LATENCIES = {"ttft": "TTFT", "e2e": "E2E"}
-HEADLINE = ("ttft", "tpot", "e2e", "output_throughput", "mean_train_step")
+HEADLINE = ("ttft", "tpot", "e2e", "output_throughput", "mean_train_step", "finetune_tokens_per_s")
 SCALES = UNITS | {"share": (("points", 0.01),)}  # of differences
 SHOWN = ("better", "worse")  # verdicts that an interval shows
 TINY = 1e-4  # share of an interval's larger end below which the other end reads as 0

@@ -365,7 +365,7 @@ def _counts(metrics: Mapping[str, Any]) -> str:
 def _training(metrics: Mapping[str, Any]) -> list[str]:
     """Steps, rate and losses of what was trained, what its time and its memory went to."""
     if "train_steps" not in metrics:
-        return []
+        return _finetuned(metrics)
     lanes = [
         f"{name.removeprefix('busy_share_')} {share:.0%}"
         for name, share in metrics.items()
@@ -373,6 +373,7 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
     ]
     told = [
         f"training: {_rate(metrics)}, the first {shown_seconds(metrics['first_train_step_s'])}",
+        *_finetuned(metrics),
         f"time: {shown_times(metrics)}; lanes busy: {', '.join(lanes)}",
     ]
     if "peak_gpu0_used_bytes" in metrics:
@@ -380,6 +381,19 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
         used = shown_bytes(metrics["peak_gpu0_used_bytes"])
         told.append(f"device peak: {used}: {shown_parts(there)}")
     return told
+
+
+def _finetuned(metrics: Mapping[str, Any]) -> list[str]:
+    """Samples and their rate, and the largest gap that a request has seen between two tokens."""
+    if "finetune_samples" not in metrics:
+        return []
+    samples, rate = metrics["finetune_samples"], metrics["finetune_tokens_per_s"]
+    told = f"finetuning: {samples} samples, {rate:.4g} tokens/s forward"
+    if again := metrics["finetune_restarts"]:
+        told += f", begun anew {again} times"
+    if "max_itl_s" in metrics:
+        told += f"; the largest gap between tokens is {shown_seconds(metrics['max_itl_s'])}"
+    return [told]
 
 
 def _steps(metrics: Mapping[str, Any]) -> str:
