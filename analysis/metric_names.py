@@ -15,7 +15,6 @@ BEST = {  # metrics that rank the points of a sweep: whether more is better
     "request_throughput": True,
     "output_throughput": True,
     "train_tokens_per_s": True,
-    "finetune_tokens_per_s": True,
     "p50_ttft_s": False,
     "p99_ttft_s": False,
     "p99_tpot_s": False,

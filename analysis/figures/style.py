@@ -38,6 +38,9 @@ COLORS = {
     "train_opt": "#542788",
     "patrickstar": "#1A9850",
     "time_shared": "#D6604D",
+    "coserve": "#90C000",
+    "coserve_slo": "#F00078",
+    "temporal": "#0000F0",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
 

@@ -20,7 +20,17 @@ from analysis.pages.report import Facts, write_page, written
 from analysis.pages.tables import CLASS_COLUMNS, NOTE, class_cells
 from analysis.swept import METRICS, BestPoint, SweptAxis, best_points
 
-SHOWN = (*BEST, "mean_train_step_s", "peak_gpu0_used_bytes")  # columns of the table of points
+SHOWN = (  # columns of the table of points
+    *BEST,
+    "finetune_tokens_per_s",
+    "mean_train_step_s",
+    "peak_gpu0_used_bytes",
+)
+    *BEST,
+    "finetune_tokens_per_s",
+    "mean_train_step_s",
+    "peak_gpu0_used_bytes",
+)  # columns of the table of points
 MOST = (("goodput", "req/s"), ("request_throughput", "req/s"), ("train_tokens_per_s", "tok/s"))
 
 

@@ -144,7 +144,8 @@ def readers_in(folder: Path) -> Iterator[Reader]:
 
 def _loaded(run: Path) -> Any:
     found = load(run)
-    tables = {name: getattr(found, name).to_json(orient="split") for name in TABLES}
+    kept = [name for name in TABLES if found.has(name)]
+    tables = {name: getattr(found, name).to_json(orient="split") for name in kept}
     return tables, json.dumps([found.provenance, found.config], sort_keys=True)
 
 

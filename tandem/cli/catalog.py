@@ -87,12 +87,33 @@ def _node(path: Path) -> dict[str, Any]:
     for entry in given.pop("defaults", ()):
         name, _, key = entry.partition("@")
         if name == "_self_":
-            node |= given
+            node = merged(node, given)
         elif key:
             node[key] = _node(path.with_name(f"{name}.yaml"))
         else:
             node |= _node(path.with_name(f"{name}.yaml"))
-    return node | given
+    return resolved(merged(node, given), path.parent.name)
+
+
+def merged(node: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A yaml node with the values of another; nodes within are merged, too."""
+    found = {**node, **given}
+    for key, value in given.items():
+        if isinstance(value, Mapping) and isinstance(node.get(key), Mapping):
+            found[key] = merged(node[key], value)
+    return found
+
+
+def resolved(node: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """A node of a group whose values that name another value of it, `${GROUP.KEY}`, are that."""
+
+    def value_of(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: value_of(inner) for key, inner in value.items()}
+        named = isinstance(value, str) and value.startswith(f"${{{group}.") and value.endswith("}")
+        return node.get(value[len(group) + 3 : -1]) if named else value
+
+    return {key: value_of(value) for key, value in node.items()}
 
 
 def is_comment(line: str) -> bool:

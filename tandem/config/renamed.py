@@ -81,7 +81,7 @@ MODULES: dict[tuple[str, str], str] = {
         "zero3_offload zero_offload"
     ),
     ("sim", "sim.cost"): (
-        "cost=contract late=scaled load=contract prices=contract ragged=piecewise "
+        "cost=contract late=scaled load=launch_shape prices=contract ragged=piecewise "
         "roofline table=piecewise tables trained=training_launch training_operators "
         "training_terms=training_operators"
     ),
@@ -172,6 +172,11 @@ NAMES: dict[str, str] = {
     "policies.seating.Seating": "policies.kv.paged_allocation.PagedAllocation",
     "policies.seating.SeatingRules": "policies.kv.paged_allocation.PagedRules",
     "sim.late.Late": "sim.cost.scaled.SlowerCopies",
+    "sim.cost.forward_shape": "sim.cost.launch_shape.forward_shape",
+    "sim.solve.Sample": "sim.fit.solve.Observation",
+    "sim.fit.solve.Sample": "sim.fit.solve.Observation",
+    "engine.contract.policy.named": "engine.contract.job.named",
+    "engine.memory.dry_run.DryRunPlanBuilder": "engine.memory.plan_builder.DryRunPlanBuilder",
     "traces.cells.whole": "traces.records.whole_number",
     "traces.files.whole": "traces.files.atomically",
     "traces.arrivals.Recorded": "traces.serving.arrivals.RecordedArrivals",

@@ -27,7 +27,9 @@ WITH_TRAITS = re.compile(r"[^\[\]]*\.(?: \[(?P<traits>[^\[\]]+)\])?")
 TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
-POLICIES = [name for name in options("policy") if name not in ("recorded", *TRAINING)]
+FINETUNING = ("coserve", "coserve_slo", "temporal")
+NOT_SERVING = ("recorded", *TRAINING, *FINETUNING)
+POLICIES = [name for name in options("policy") if name not in NOT_SERVING]
 SERVING = [name for name in options("experiment") if not axes_of(name)]  # the rest trains
 TRAINS = {"training_order", "training_together", "all_on_device", "demand_paging", "patrickstar"}
 TRAINS |= {"zero_offload", "zero3_offload", "fsdp2_offload"}  # halves that serve no request
@@ -66,6 +68,16 @@ def test_policy(name: str, tmp_path: Path) -> None:
     watched = WatchedPolicy(setting.policy)
     assert fates(replace(setting, policy=watched)) == ["finished"] * 10
     assert watched.asked > 0
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("name", FINETUNING)
+def test_policy_that_finetunes(name: str, tmp_path: Path) -> None:
+    """It serves ten requests, and a job finetunes until the last has its answer."""
+    words = ["training=finetune", "training.sequence_tokens=64", "training.data.mean_tokens=32"]
+    metrics = ten(tmp_path, f"policy={name}", *words, "training.microbatches=2")
+    assert metrics["num_finished"] == 10
+    assert metrics["finetune_samples"] and metrics["train_steps"]
 
 
 def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:

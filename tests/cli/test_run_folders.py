@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.results.schema import TABLES
+from engine.results.schema import OPTIONAL, TABLES
 from policies.training.out_of_memory import DoesNotFit
 from tandem.cli.__main__ import main
 from tandem.cli.errors import RunFailed
@@ -33,7 +33,7 @@ def test_a_run_writes_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [folder] = runs(tmp_path)
     assert capsys.readouterr().out.splitlines()[-1] == str(folder.relative_to(tmp_path))
     names = {path.name for path in folder.iterdir()}
-    tables = {f"{name}.parquet" for name in TABLES}
+    tables = {f"{name}.parquet" for name in TABLES if name not in OPTIONAL}
     others = {"config.yaml", "provenance.json", "metrics.json"}
     assert names == tables | others | {"status.json", "hashes.json"}
     sealed = json.loads((folder / "hashes.json").read_text())
