@@ -26,11 +26,6 @@ SHOWN = (  # columns of the table of points
     "mean_train_step_s",
     "peak_gpu0_used_bytes",
 )
-    *BEST,
-    "finetune_tokens_per_s",
-    "mean_train_step_s",
-    "peak_gpu0_used_bytes",
-)  # columns of the table of points
 MOST = (("goodput", "req/s"), ("request_throughput", "req/s"), ("train_tokens_per_s", "tok/s"))
 
 
