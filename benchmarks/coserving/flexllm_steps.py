@@ -60,7 +60,7 @@ Terms = list[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """A logged step.
 
     decodes           rows of one token that it serves
@@ -100,14 +100,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """A run of the log: the experiment that it belongs to, and its steps in their order."""
 
     experiment: str
-    steps: tuple[Step, ...]
+    steps: tuple[LoggedStep, ...]
 
 
-def runs_of(log: pd.DataFrame) -> dict[int, Run]:
+def runs_of(log: pd.DataFrame) -> dict[int, LoggedRun]:
     """Cuts a log into runs.
 
     Args:
@@ -124,12 +124,12 @@ def runs_of(log: pd.DataFrame) -> dict[int, Run]:
     if len(log) and number.iloc[0] != 1:
         raise ValueError(f"{LOG}: the first row has step_us {log['step_us'].iloc[0]}, not -1")
     return {
-        int(run): Run(str(rows["experiment"].iloc[0]), tuple(_steps(rows)))
+        int(run): LoggedRun(str(rows["experiment"].iloc[0]), tuple(_steps(rows)))
         for run, rows in log.groupby(number, sort=True)
     }
 
 
-def _steps(rows: pd.DataFrame) -> Iterator[Step]:
+def _steps(rows: pd.DataFrame) -> Iterator[LoggedStep]:
     """The steps of a run that count."""
     names = (
         "num_decoding_tokens",
@@ -146,11 +146,11 @@ def _steps(rows: pd.DataFrame) -> Iterator[Step]:
     ):
         works = decodes or prompt or window or layers or back
         if works and not warms and us != FIRST_STEP:
-            yield Step(decodes, prompt, window, context, layers, back, us * 1000)
+            yield LoggedStep(decodes, prompt, window, context, layers, back, us * 1000)
             context = 0 if layers else context + window
 
 
-def fitted(steps: Sequence[Step], absolute: bool) -> dict[str, Table]:
+def fitted(steps: Sequence[LoggedStep], absolute: bool) -> dict[str, Table]:
     """The tables that explain steps best.
 
     Args:
@@ -184,13 +184,17 @@ def fitted(steps: Sequence[Step], absolute: bool) -> dict[str, Table]:
     return tables
 
 
-def predicted_ns(tables: dict[str, Table], steps: Iterable[Step]) -> NDArray[np.float64]:
+def predicted_ns(tables: dict[str, Table], steps: Iterable[LoggedStep]) -> NDArray[np.float64]:
     """Durations of steps by tables: the sums of their terms."""
     return np.array([sum(tables[t].value(point) for t, point in s.terms()) for s in steps])
 
 
 def shares_of_bars(
-    number: int, run: Run, tables: dict[str, Table], squares: dict[str, Table], fit: Sequence[Step]
+    number: int,
+    run: LoggedRun,
+    tables: dict[str, Table],
+    squares: dict[str, Table],
+    fit: Sequence[LoggedStep],
 ) -> list[float]:
     """Judges a run and prints a line for each kind of enough rows.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.coserving.flexllm_steps import FITTED, JUDGED, LOG, Run, fitted, runs_of
+from benchmarks.coserving.flexllm_steps import FITTED, JUDGED, LOG, LoggedRun, fitted, runs_of
 
 COLUMNS = (
     "step_us",
@@ -34,7 +34,7 @@ def back(layers: int) -> Row:
     return (140, False, 0, 2, 0, 1024, layers)
 
 
-def cut(*rows: Row) -> dict[int, Run]:
+def cut(*rows: Row) -> dict[int, LoggedRun]:
     """Runs of rows of one experiment."""
     return runs_of(pd.DataFrame(rows, columns=COLUMNS).assign(experiment="made_up"))
 
