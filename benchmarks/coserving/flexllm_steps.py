@@ -2,9 +2,9 @@
 
 The log has steps of FlexFlow's co-serving branch: Llama-3.1-70B on four GPUs of a model that it
 does not name. A run begins where step_us is -1; runs are numbered from 1. Warm-up rows go, and idle
-rows (no tokens, no layers). No other row is left out. A step is a launch that serves, and may take
-a window of the sample along, or has layers of its backward beside it. The context of a window is
-the forward tokens since the last backward.
+rows (no tokens, no layers). The first row of a run has no duration. No other row is left out. A
+step is a launch that serves, and may take a window of the sample along, or has layers of its
+backward beside it. The context of a window is the forward tokens since the last backward.
 
 A step is a sum, as everywhere in sim/cost: the launch by its decodes, its prompt tokens, the window
 by tokens and context, the backward by layers times tokens. `sim.fit.solve` finds the values, rising
@@ -15,9 +15,9 @@ Judged is the median absolute error, by run and kind of 400 rows or more: servin
 3 %, forward windows 5 %. The fit minimises absolute errors, since steps of one shape lie at two
 levels. In runs 16 and 17 launches cost about 40 % more in the first quarter, in run 15 some 16 %
 more in a tenth of its steps. Levels mostly change where requests come or go, so they are likely to
-depend on tokens in KV, which the log does not tell. Least squares, printed beside, takes a mean of
-both levels. Mean and 90th percentile show the rows of the other level, and the stalls of seconds
-that stand in the log as steps.
+depend on tokens in KV, which the log does not tell. Least squares was tried first and is printed
+beside: it takes a mean of both levels and misses two bars. Mean and 90th percentile show the rows
+of the other level, and the stalls of seconds that stand in the log as steps.
 
 Two more medians are printed beside, of a constant per kind. One is the median of the fitted runs of
 the experiment; it knows nothing of the depth of a backward, which differs by run. The other is the
