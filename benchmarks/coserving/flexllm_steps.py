@@ -38,7 +38,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sim.cost.piecewise import Nodes, Table
-from sim.fit.solve import Sample, solve
+from sim.fit.solve import Observation, solve
 
 LOG = "data/measured/flexllm_steps_llama31_70b_tp4.parquet"
 FITTED, JUDGED = (8, 11, 13, 14, 16), (9, 12, 15, 17)
@@ -164,7 +164,7 @@ def fitted(steps: Sequence[LoggedStep], absolute: bool) -> dict[str, Table]:
     Raises:
         RuntimeError: predictions do not come to rest.
     """
-    samples = [Sample(step.terms(), float(step.ns)) for step in steps]
+    samples = [Observation(step.terms(), float(step.ns)) for step in steps]
     ns = np.array([step.ns for step in steps])
     touched = {name for sample in samples for name, _ in sample.terms}
     grids = {name: axes for name, axes in GRIDS.items() if name in touched}

@@ -199,3 +199,27 @@ def test_a_crossing_is_where_the_last_disadvantage_ends() -> None:
     assert isnan(crossover(frame([9, 3]), "offload", "recompute")), "never faster"
     assert isnan(crossover(frame([1, 1]), "offload", "recompute")), "never slower"
     assert isnan(crossover(frame([1, 1]), "offload", "keep")), "not tried"
+
+
+COSERVED = ("model=micro_llama", "device=cpu", "limit=12", "training.sequence_tokens=64")
+COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("budget_sweep", ("scheduling.token_budget=24,64", "scheduling.backward_layers=1,2")),
+        ("coserve_frontier", ("policy=coserve,temporal", "arrival.rate=4.0,8.0")),
+    ],
+)
+def test_finetuning_is_drawn_beside_latency(
+    name: str, words: tuple[str, ...], tmp_path: Path, unrendered: None
+) -> None:
+    out = ["--engine", "serial", "--out", str(tmp_path / "sweep")]
+    assert main(["sweep", f"experiment={name}", *COSERVED, *words, *out]) == 0
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    found = pd.read_csv(tmp_path / "sweep" / "report" / "figures" / f"{name}.csv")
+    assert len(found) == 4 and found["finetune_tokens_per_s"].gt(0).all()
+    if name == "budget_sweep":
+        mean = found.groupby("budget_tokens")["finetune_tokens_per_s"].mean()
+        assert mean.is_monotonic_increasing, "a larger budget finetunes more"

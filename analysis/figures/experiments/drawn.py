@@ -1,4 +1,4 @@
-"""The figure of each training experiment."""
+"""The figure of each experiment that trains."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pandas as pd
 from analysis.figures.experiments import (
     adam_placement,
     chunk_size,
+    coserving,
     eviction,
     link_bandwidth,
     max_scale,
@@ -22,12 +23,17 @@ from analysis.figures.run_figures import Shown
 Draw = Callable[[pd.DataFrame, Path, Path], Shown]  # all runs, their folder, that of the figure
 FIGURES: Mapping[str, Draw] = {
     "adam_placement": adam_placement.drawn,
+    "budget_sweep": coserving.budget_sweep,
+    "burstiness": coserving.burstiness,
     "chunk_size": chunk_size.drawn,
+    "coserve_frontier": coserving.frontier,
     "eviction": eviction.drawn,
+    "finetune_length": coserving.finetune_length,
     "link_bandwidth": link_bandwidth.drawn,
     "max_scale": max_scale.drawn,
     "memory_tide": memory_tide.drawn,
     "model_size": model_size.drawn,
+    "slo_sweep": coserving.slo_sweep,
 }
 
 

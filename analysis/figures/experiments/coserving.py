@@ -1,0 +1,96 @@
+"""Figures of serving and finetuning on one device: finetuning and latency over what is swept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.figures.experiments.lines import FigureAxis, finished, plot_lines
+from analysis.figures.run_figures import Shown, panel
+
+MS = 1e-3
+FINETUNED = FigureAxis("finetune_tokens_per_s", "finetuned tokens/s")
+LATENCY = FigureAxis("mean_tpot_s", "mean TPOT, ms", MS)
+TAIL = FigureAxis("p99_tpot_s", "p99 TPOT, ms", MS)
+BESIDE = "Left: tokens of samples that went forward per second. Right: mean TPOT of the requests."
+
+
+def _read(runs: pd.DataFrame, column: str, by: str, x: str, series: str) -> pd.DataFrame:
+    """Columns of `x`, the series and the figures of each finished run."""
+    rows = finished(runs)
+    names = rows[by] if by == series else rows[by].map(lambda value: f"{value} {series}")
+    out = pd.DataFrame({series: names, x: rows[column].astype(float)})
+    for name in (FINETUNED.column, LATENCY.column, TAIL.column):
+        out[name] = rows[name].astype(float)
+    return out.sort_values([series, x]).reset_index(drop=True)
+
+
+def _beside(
+    name: str, column: str, by: str, series: str, x: FigureAxis, text: tuple[str, str]
+) -> Callable[[pd.DataFrame, Path, Path], Shown]:
+    """Draws two axes over what is swept: finetuning, and latency."""
+
+    def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
+        data = _read(runs, column, by, x.column, series)
+        axes = iter((FINETUNED, LATENCY))
+
+        def draw(part: pd.DataFrame, ax: Any) -> Any:
+            return plot_lines(part, ax, x, next(axes), series)
+
+        return panel(name, [data, data], draw, (9.5, 3.6), folder, text=text)
+
+    return drawn
+
+
+def frontier(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
+    """Draws latency over finetuning throughput, a line per policy through its loads."""
+    data = _read(runs, "config.arrival.rate", "policy", "rate_per_s", "policy")
+    text = (
+        "Latency against finetuning",
+        "Mean TPOT of the requests over tokens of samples that went forward per second; a point is "
+        "a load, a line a policy.",
+    )
+    draw = partial(_over, x=FINETUNED, y=LATENCY)
+    return panel("coserve_frontier", [data], draw, (6.5, 3.6), folder, text=text)
+
+
+def _over(data: pd.DataFrame, ax: Any, x: FigureAxis, y: FigureAxis) -> Any:
+    return plot_lines(data, ax, x, y, "policy")
+
+
+budget_sweep = _beside(
+    "budget_sweep",
+    "config.scheduling.token_budget",
+    "config.scheduling.backward_layers",
+    "layers a step",
+    FigureAxis("budget_tokens", "budget of a step, tokens", is_log=True),
+    ("Budgets of co-serving", f"{BESIDE} A line is a number of layers back in a step."),
+)
+slo_sweep = _beside(
+    "slo_sweep",
+    "config.scheduling.slo_s",
+    "config.arrival.rate",
+    "requests per second",
+    FigureAxis("slo_s", "SLO of a step, ms", MS),
+    ("Finetuning within an SLO", f"{BESIDE} A line is a load."),
+)
+finetune_length = _beside(
+    "finetune_length",
+    "config.training.data.mean_tokens",
+    "policy",
+    "policy",
+    FigureAxis("sample_tokens", "tokens of a sample", is_log=True),
+    ("Length of samples", BESIDE),
+)
+burstiness = _beside(
+    "burstiness",
+    "config.arrival.burstiness",
+    "policy",
+    "policy",
+    FigureAxis("burstiness", "burstiness of arrivals: 1 is Poisson, less is burstier"),
+    ("Bursts", BESIDE),
+)
