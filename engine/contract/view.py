@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from engine.contract.executor import Launch
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Grow, Op, Slice, one_token
@@ -65,12 +66,23 @@ class Profile(Protocol):
             Launches of the step that are issued.
         """
 
+    def quote_ratio(self, work: Work | None) -> float | None:
+        """How much longer launches beside a job that finetunes took than a policy was quoted.
+
+        Args:
+            work: of the window in the launch; None: launches that only serve.
+
+        Returns:
+            Measured over quoted time of the newest launches; None before some have ended, and where
+            policies are quoted nothing.
+        """
+
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """Mean duration of a launch in ns.
 
         Args:
             job_id: a training job of the launch.
-            unit: the launch, as (work, layers, tokens) of each slice.
+            unit: the launch, as (work, layers, tokens) of each slice; of a window that alone.
 
         Returns:
             None before such a launch has ended.
@@ -78,13 +90,23 @@ class Profile(Protocol):
 
 
 class Cost(Protocol):
-    """Predicted durations, for policies that plan by time."""
+    """Predicted durations, for policies that plan by time. Equal in every backend."""
 
     def op_ns(self, op: Op) -> int:
         """Predicted duration of an operation that is not issued yet.
 
         Args:
             op: an operation, as a plan would hold it.
+
+        Returns:
+            Nanoseconds on its lane, without waits.
+        """
+
+    def launch_ns(self, launch: Launch) -> int:
+        """Predicted duration of an operation that was issued.
+
+        Args:
+            launch: a launch with its jobs as they were at issue.
 
         Returns:
             Nanoseconds on its lane, without waits.

@@ -149,7 +149,7 @@ class Engine(Lifecycle):
             None if router is None else RoutedFleet(devices, router),
             JobLists(),
             InFlight(devices),
-            EngineProfile(),
+            EngineProfile(None if cost is None else cost.launch_ns),
             Wakeup(env, self._changed),
         )
         self.reuse = PlanReuse(self._issue)
@@ -387,7 +387,7 @@ class Engine(Lifecycle):
         issued = state.in_flight.pop(span.op)
         device, number = issued.device, issued.number
         if state.profile.trains:
-            state.profile.settled(span)
+            state.profile.settled(span, issued.launch)
         state.recorder.delivered(device, issued.launch.pieces, span.end_ns)
         self.land(span.op, span.end_ns, device, number)
         if not state.forced:

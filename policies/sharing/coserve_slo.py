@@ -9,7 +9,7 @@ from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
-from engine.contract.view import Cost, View
+from engine.contract.view import Cost, Profile, View
 from policies.sharing.coserve import due_update, first_with_work
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
@@ -27,6 +27,9 @@ class CoServeSlo:
     so that a request that comes meanwhile waits no longer than that (FlexLLM, arXiv 2402.18789;
     details where the paper has none are ours).
 
+    Quotes are corrected by what the newest launches took beside their quotes, so that a predictor
+    that is wrong in the mean keeps the SLO as well.
+
     Args:
         serving: scheduling of the requests.
         slo_s: seconds that a step may take.
@@ -34,6 +37,7 @@ class CoServeSlo:
         idle_s: seconds that a step may take which serves nothing; None: `slo_s`.
         token_budget: the most tokens of a launch, of requests and the window together.
         multiple: windows are multiples of so many tokens, but for the last of a sample.
+        corrects: whether quotes are corrected by measurements.
 
     Raises:
         ValueError: a number is not above 0, or `margin` is not in [0, 1).
@@ -45,6 +49,7 @@ class CoServeSlo:
     idle_s: float | None = None
     token_budget: int = 2048
     multiple: int = 16
+    corrects: bool = True
 
     def __post_init__(self) -> None:
         for name in ("slo_s", "idle_s", "token_budget", "multiple"):
@@ -73,7 +78,7 @@ class CoServeSlo:
             raise ValueError(
                 "co-serving within an SLO needs predicted durations; this run has none"
             )
-        return (*serves, *_Step(self, job, serves, view.cost).slices())
+        return (*serves, *_Step(self, job, serves, view.cost, view.profile).slices())
 
     def limit_ns(self, serves: bool) -> float:
         """How long a step may take.
@@ -93,9 +98,15 @@ class _Step:
     """What one step finetunes of a job, beside the slices that it serves."""
 
     def __init__(
-        self, settings: CoServeSlo, job: Job, serves: tuple[Slice, ...], cost: Cost
+        self,
+        settings: CoServeSlo,
+        job: Job,
+        serves: tuple[Slice, ...],
+        cost: Cost,
+        profile: Profile,
     ) -> None:
-        self._settings, self._job, self._serves, self._cost = settings, job, serves, cost
+        self._settings, self._job, self._serves = settings, job, serves
+        self._cost, self._profile = cost, profile
         self._limit_ns = settings.limit_ns(bool(serves))
 
     def slices(self) -> tuple[Slice, ...]:
@@ -167,5 +178,10 @@ class _Step:
             return min(most, multiple)
         return low * multiple
 
-    def _ns(self, *slices: Slice) -> int:
-        return self._cost.op_ns(Compute(slices))
+    def _ns(self, *slices: Slice) -> float:
+        """The quoted duration of a launch, corrected by how long others of its kind took."""
+        quoted_ns, last = self._cost.op_ns(Compute(slices)), slices[-1]
+        if not self._settings.corrects:
+            return quoted_ns
+        work = None if last.job.training is None else last.work
+        return quoted_ns * (self._profile.quote_ratio(work) or 1.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.contract.plan import Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
-from engine.contract.regions import SHARED_OWNER, Kind, Place, Pool, Tier
+from engine.contract.regions import SHARED_OWNER, Kind, Place, Pool, Tier, Work
 from engine.contract.rules import Remedy
 from engine.contract.view import LaunchKey, Moment, Profile, View
 from policies.training.cycle import training_jobs
@@ -165,6 +165,10 @@ class WithoutKv:
     def moment(self, job_id: int) -> int:
         """See Profile."""
         return self.whole.moment(job_id)
+
+    def quote_ratio(self, work: Work | None) -> float | None:
+        """See Profile."""
+        return self.whole.quote_ratio(work)
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """See Profile."""

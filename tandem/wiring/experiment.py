@@ -174,7 +174,7 @@ def engine_of(run_spec: RunSpec, backend: Backend, recorder: Recorder | None = N
         depth=run_spec.depth,
         forced=run_spec.decoding.forced,
         layout=run_spec.room.layout,
-        cost=PolicyCost(run_spec.cost, held_bytes),
+        cost=PolicyCost(run_spec.cost, held_bytes, run_spec.quote_pace),
         recorder=recorder or Recorder(backend.meter),
         returns_memory=not run_spec.is_replay,
     )

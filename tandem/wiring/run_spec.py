@@ -52,6 +52,7 @@ class RunSpec:
     is_replay: bool  # of another run's plan log
     trainees: Sequence[Trainee] = ()
     ratios: Sequence[DurationRatio] = ()
+    quote_pace: float = 1.0  # factor on the durations that policies are quoted
 
     @property
     def durations(self) -> LaunchCost:
@@ -128,7 +129,16 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         is_replay=config.get("replayed") is not None,
         trainees=trainees,
         ratios=_ratios(config),
+        quote_pace=_quote_pace(config),
     )
+
+
+def _quote_pace(config: Mapping[str, Any]) -> float:
+    """The factor on what policies are quoted; earlier versions' runs have none."""
+    pace = conform(config.get("quote_pace", 1.0), float, "quote_pace")
+    if not 0 < pace < float("inf"):
+        raise ValueError(f"quote_pace={pace}: it must be above 0")
+    return float(pace)
 
 
 def _ratios(config: Mapping[str, Any]) -> tuple[DurationRatio, ...]:

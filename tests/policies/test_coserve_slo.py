@@ -31,8 +31,10 @@ DEVICE = replace(device("cpu"), kernel_ns=0, dispatch_ns=0)
 MULTIPLE = 4
 
 
-def run(scheduling: Any, work: list[Request | TrainingJob]) -> tuple[Recorder, Roofline]:
-    """A replay priced by a roofline, by which policies are quoted, too."""
+def run(
+    scheduling: Any, work: list[Request | TrainingJob], pace: float = 1.0
+) -> tuple[Recorder, Roofline]:
+    """A replay priced by a roofline, by which policies are quoted, too, times a pace."""
     jobs = [item for item in work if isinstance(item, TrainingJob)]
     cost, clock, recorder = Roofline(DEVICE, SPEC, PAGE.tokens), VirtualClock(), Recorder()
     engine = Engine(
@@ -43,7 +45,7 @@ def run(scheduling: Any, work: list[Request | TrainingJob]) -> tuple[Recorder, R
         PAGE,
         depth=1,
         layout=layout_of_jobs(jobs, PAGES),
-        cost=PolicyCost(cost, lambda place: engine.ledger.held_bytes[place]),
+        cost=PolicyCost(cost, lambda place: engine.ledger.held_bytes[place], pace),
         recorder=recorder,
     )
     engine.replay(work)
@@ -84,9 +86,9 @@ def step_ns(recorder: Recorder) -> dict[int, tuple[int, bool, set[Work]]]:
     return found
 
 
-def of_sample(tokens: int) -> list[Request | TrainingJob]:
+def of_sample(tokens: int, count: int = 20) -> list[Request | TrainingJob]:
     job = finetuning_job(1000, [Sample(tokens)] * 3, num_steps=1 << 20, until_served=True)
-    return [*random_requests(5, 20), job]
+    return [*random_requests(5, count), job]
 
 
 def fastest_ns(work: list[Request | TrainingJob]) -> int:
@@ -105,6 +107,33 @@ def test_no_step_takes_longer_than_the_slo(more: float) -> None:
     assert max([ns for ns, serves, _ in steps.values() if serves]) <= slo_s * 1e9
     beside = [works for _, serves, works in steps.values() if serves]
     assert {Work.FORWARD} in beside and {Work.BACKWARD} in beside
+
+
+@pytest.mark.parametrize("pace", [0.8, 1.25])
+def test_a_wrong_predictor_is_corrected_by_what_launches_took(pace: float) -> None:
+    """Quotes are off by one factor: after some launches steps are as with right quotes."""
+    work = of_sample(120, 120)
+    slo_s = 1.6 * fastest_ns(work) / 1e9
+    right, corrected, wrong = (
+        run(within(slo_s, corrects=corrects), work, quoted)[0]
+        for corrects, quoted in ((True, 1.0), (True, pace), (False, pace))
+    )
+    limit_ns = 0.9 * slo_s * 1e9  # less the margin
+
+    def late(recorder: Recorder) -> list[bool]:
+        steps = step_ns(recorder).values()
+        return [ns > 1.001 * limit_ns for ns, serves, works in steps if serves and works]
+
+    if pace < 1:  # quotes are too short: steps come late
+        assert sum(late(wrong)) > len(late(wrong)) / 4
+    assert not any(late(corrected)[30:]), "eight launches of each kind are enough"
+    assert abs(rate(corrected) / rate(right) - 1) < 0.05 < abs(rate(wrong) / rate(right) - 1)
+
+
+def rate(recorder: Recorder) -> float:
+    """Tokens of samples that go forward, by ns of the run."""
+    forward = [piece.tokens for piece in windows_of(recorder) if piece.work is Work.FORWARD]
+    return sum(forward) / max(span.end_ns for span in recorder.spans)
 
 
 def test_a_longer_window_would_be_late() -> None:
