@@ -27,7 +27,11 @@ def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
         [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
         [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
     ]
-    rows += [[Cell(LABELS[n]), amount_cell(metrics[n], unit)] for n, unit in UNITS.items()]
+    rows += [
+        [Cell(LABELS[n]), amount_cell(metrics[n], unit)]
+        for n, unit in UNITS.items()
+        if n in metrics
+    ]
     for name in ("first_loss", "last_loss"):
         if name in metrics:
             rows.append([Cell(name.replace("_", " ")), Cell(f"{metrics[name]:.6f}")])

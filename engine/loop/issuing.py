@@ -18,9 +18,8 @@ from engine.contract.progress import (
 from engine.contract.regions import Kind, Tier, kv_place
 from engine.loop.completions import Completions
 from engine.loop.state import EngineState
-from engine.memory.dry_run import PageDryRun
 from engine.memory.ledger import NOTHING, Beside, Booking, Ledger
-from engine.memory.pool import Chain
+from engine.memory.pool import Chain, PageDryRun
 from engine.results.recorder import Recorder
 from traces.serving.request import Request
 

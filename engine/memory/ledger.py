@@ -12,8 +12,16 @@ from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan
 from engine.contract.plan_check import Books
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
-from engine.memory.dry_run import DryRun, PageDryRun
-from engine.memory.pool import Chain, FreeQueue, Holdings, Owed, PagePool, PrefixCache
+from engine.memory.dry_run import DryRun
+from engine.memory.pool import (
+    Chain,
+    FreeQueue,
+    Holdings,
+    Owed,
+    PageDryRun,
+    PagePool,
+    PrefixCache,
+)
 from engine.memory.scoreboard import Journal, Scoreboard
 from engine.results.schema import Figures
 

@@ -129,11 +129,11 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         is_replay=config.get("replayed") is not None,
         trainees=trainees,
         ratios=_ratios(config),
-        quote_pace=_quote_pace(config),
+        quote_pace=_quote_factor(config),
     )
 
 
-def _quote_pace(config: Mapping[str, Any]) -> float:
+def _quote_factor(config: Mapping[str, Any]) -> float:
     """The factor on what policies are quoted; earlier versions' runs have none."""
     pace = conform(config.get("quote_pace", 1.0), float, "quote_pace")
     if not 0 < pace < float("inf"):

@@ -10,9 +10,9 @@ from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Free, Grow, Op, Plan, Share, Slice
 from engine.contract.regions import PageSize, Tier, kv_place
 from engine.contract.rules import ContractError
-from engine.memory.dry_run import PageDryRun, Shortage
+from engine.memory.dry_run import Shortage
 from engine.memory.ledger import Ledger
-from engine.memory.pool import Chain
+from engine.memory.pool import Chain, PageDryRun
 from tests.support.strategies import cases
 from traces.serving.request import Request
 

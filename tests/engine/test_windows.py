@@ -29,7 +29,7 @@ from engine.contract.windows import sample_bytes, sample_places, window_footprin
 from models.training.kept import kept_token_bytes
 from policies.kv.paged_restart import PagedRestart
 from policies.sharing.coserve import CoMemory
-from tests.support.finetuning import PAGE, SPEC, coserving, finetuning_job, layout_of_jobs
+from tests.policies.finetuning_jobs import PAGE, SPEC, coserving, finetuning_job, layout_of_jobs
 from tests.support.replays import Replay, replay
 from traces.serving.request import Request, Sample, TrainingJob
 from traces.training.recipe import Recipe

@@ -56,6 +56,11 @@ LISTED = {  # blocks that are not run, by their page and first line
         "python -m tandem.compiled",
     ): "it builds C extensions for some minutes",
     ("docs/guide/train-under-a-budget.md", "tandem calibrate"): "it calibrates for several minutes",
+    ("docs/guide/finetune-while-you-serve.md", "tandem trace import"): "it needs a text",
+    (
+        "docs/guide/finetune-while-you-serve.md",
+        "tandem calibrate",
+    ): "it calibrates for several minutes",
 }
 
 

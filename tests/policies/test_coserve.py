@@ -17,7 +17,7 @@ from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.recorded import RecordedPlans
 from policies.sharing.coserve import CoMemory, CoServe
 from policies.training.out_of_memory import OutOfMemory
-from tests.support.finetuning import (
+from tests.policies.finetuning_jobs import (
     BUDGET,
     PAGE,
     coserving,

@@ -21,7 +21,7 @@ from policies.sharing.temporal import Temporal
 from sim.cost.contract import PolicyCost
 from sim.cost.roofline import Roofline
 from sim.executor import SimExecutor
-from tests.support.finetuning import PAGE, SPEC, finetuning_job, layout_of_jobs
+from tests.policies.finetuning_jobs import PAGE, SPEC, finetuning_job, layout_of_jobs
 from tests.support.replays import random_requests
 from tests.training.training_jobs import device
 from traces.serving.request import Request, Sample, TrainingJob
@@ -120,13 +120,13 @@ def test_a_wrong_predictor_is_corrected_by_what_launches_took(pace: float) -> No
     )
     limit_ns = 0.9 * slo_s * 1e9  # less the margin
 
-    def late(recorder: Recorder) -> list[bool]:
+    def beyond(recorder: Recorder) -> list[bool]:
         steps = step_ns(recorder).values()
         return [ns > 1.001 * limit_ns for ns, serves, works in steps if serves and works]
 
     if pace < 1:  # quotes are too short: steps come late
-        assert sum(late(wrong)) > len(late(wrong)) / 4
-    assert not any(late(corrected)[30:]), "eight launches of each kind are enough"
+        assert sum(beyond(wrong)) > len(beyond(wrong)) / 4
+    assert not any(beyond(corrected)[30:]), "eight launches of each kind are enough"
     assert abs(rate(corrected) / rate(right) - 1) < 0.05 < abs(rate(wrong) / rate(right) - 1)
 
 

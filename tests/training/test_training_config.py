@@ -30,7 +30,7 @@ def training(name: str, *overrides: str) -> Training:
 
 def test_every_option_has_a_line_on_it() -> None:
     found = {**options("training"), **options("training/recipe")}
-    assert set(found) == {"none", "random", "sample", "text", "adamw", "lora", "sgd"}
+    assert set(found) == {"none", "random", "sample", "text", "finetune", "adamw", "lora", "sgd"}
     assert all(found.values())
 
 
