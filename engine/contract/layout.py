@@ -213,7 +213,17 @@ def lay_out_windows(
         own = _in_order(where[p] for p in unit.parameters if p in where)
         units.append(Unit(own, own, mode, 0, 0, 0, 0, 0))
     first = [bool(unit.trained) for unit in units].index(True)
-    return TrainingLayout(made, tuple(units), first, windows=shape.windows)
+    return TrainingLayout(made, tuple(units), first, windows=_windows_in(shape.windows, modes))
+
+
+def _windows_in(windows: WindowBytes, modes: Sequence[Mode]) -> WindowBytes:
+    """Bytes per token where a unit that runs again keeps its input alone until then."""
+    kept, backward = [*windows.kept], [*windows.backward]
+    for unit, mode in enumerate(modes):
+        if mode is Mode.RECOMPUTE and kept[unit]:
+            backward[unit] += kept[unit] - windows.hidden
+            kept[unit] = windows.hidden
+    return replace(windows, kept=tuple(kept), backward=tuple(backward))
 
 
 def _trained_chunk(shape: TrainingShape, parameters: Sequence[int]) -> Chunk:

@@ -130,7 +130,11 @@ def sample_bytes(training: TrainingProgress, page: PageSize, device: int) -> dic
     Returns:
         By place: its pages, what its units keep, and the gradient of hidden states.
     """
-    job_id, layout, tokens = training.spec.job_id, layout_of(training), training.spec.sequence_tokens
+    job_id, layout, tokens = (
+        training.spec.job_id,
+        layout_of(training),
+        training.spec.sequence_tokens,
+    )
     found = {kv_place(job_id, device=device): page.bytes_for(tokens)}
     for unit, nbytes in enumerate(windows_of(layout).kept):
         if nbytes and unit >= layout.first:

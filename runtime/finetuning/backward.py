@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from runtime.finetuning.products import ATTENTION, LOG_SUMS, Role
+from runtime.finetuning.products import ATTENTION, LOG_SUMS, Role, unread
 from runtime.finetuning.recording import WindowKV, weight_of
 
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -25,7 +25,12 @@ class KnownProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, is_transposed: bool
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        value: Tensor,
+        is_transposed: bool,
     ) -> Tensor:
         """[.., inputs] -> value, [.., outputs]."""
         ctx.save_for_backward(rows, weight)
@@ -83,6 +88,10 @@ class KnownAttention(torch.autograd.Function):
         return to_query, to_keys, to_values, None, None, None, None, None
 
 
+known_product: Any = KnownProduct.apply
+known_attention: Any = KnownAttention.apply
+
+
 class Known(TorchFunctionMode):
     """Around a layer's module: its products and its attention are not computed again."""
 
@@ -115,15 +124,15 @@ class Known(TorchFunctionMode):
         else:
             bias, rows = args[0], args[1]
         value = self._value(role, rows)
-        return KnownProduct.apply(rows, weight, bias, value, func is not linear)
+        return known_product(rows, weight, bias, value, func is not linear)
 
     def _value(self, role: Role, rows: Tensor) -> Tensor:
         """What the product has made of these rows, with zeros where nothing reads it."""
         shape = (*rows.shape[:-1], role.width)
+        if not role.kept:
+            return unread(rows, role.width)
         if role.kept == role.width:
             return self._kept[role.name].view(shape)
-        if not role.kept:
-            return rows.new_zeros(()).expand(shape)
         value = rows.new_zeros(shape)
         value[..., : role.kept] = self._kept[role.name]
         return value
@@ -135,5 +144,5 @@ class Known(TorchFunctionMode):
         heads = self._kept[ATTENTION].unflatten(1, (query.shape[1], -1)).transpose(0, 1)[None]
         known = heads, self._kept[LOG_SUMS].t()[None]
         kv, mask = self._kv.read(layer), self._kv.mask(query.dtype)
-        out: Tensor = KnownAttention.apply(query, key, value, known, kv, mask, scale, self._sums)
+        out: Tensor = known_attention(query, key, value, known, kv, mask, scale, self._sums)
         return out.transpose(1, 2)

@@ -6,13 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from engine.contract import regions
-from engine.contract.layout import TrainingLayout
+from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.regions import Region, Tier
 from runtime.finetuning.backward import Known
-from runtime.finetuning.products import INPUT, kept_rows, own, storages_of, wide, window_bounds
+from runtime.finetuning.products import (
+    INPUT,
+    Field,
+    kept_rows,
+    own,
+    storages_of,
+    wide,
+    window_bounds,
+)
 from runtime.finetuning.recording import FusedWindow, Recording, WindowKV
 from runtime.finetuning.trainee import NO_LABEL, Trainee
 from runtime.serving.kv import Arena
@@ -76,6 +84,7 @@ class Finetuner:
             job.job_id, trainee.model, chunks, store, trainee.dtype,
             self._optimizer.num_sections, in_windows=True,
         )  # fmt: skip
+        self._again = {u for u, unit in enumerate(layout.units) if unit.mode is Mode.RECOMPUTE}
         self._at = {p: i for own_ in self._states.chunks for i, p in enumerate(own_)}
         self._losses = torch.full((job.num_steps * job.microbatches,), torch.nan)
         self._ids: tuple[int, Tensor] = (-1, torch.empty(0))
@@ -108,7 +117,7 @@ class Finetuner:
     def keep(self, layer: int, kept: Mapping[str, Tensor]) -> None:
         """Keeps what a layer has recorded of a window; nothing below the first unit that trains."""
         if layer + 1 >= self.trainee.first:
-            storages = storages_of(kept, self.trainee.fields[layer])
+            storages = storages_of(kept, self._fields(layer))
             self._append(self._kept(layer + 1), storages)
 
     @torch.no_grad()
@@ -173,7 +182,10 @@ class Finetuner:
         """Adds a layer's gradients; returns that of its input, [tokens, hidden], if one is due."""
         trainee, unit = self.trainee, layer + 1
         storages = self._store.find(self._kept(unit), Tier.GPU, launch).storages
-        kept = kept_rows(storages, trainee.fields[layer], window.start, window.stop)
+        if unit in self._again:
+            kept = self._repeated(layer, window, storages)
+        else:
+            kept = kept_rows(storages, trainee.fields[layer], window.start, window.stop)
         parameters, trained = self._trained(unit)
         passes = unit > trainee.first
         with torch.enable_grad():
@@ -186,6 +198,31 @@ class Finetuner:
         gradients = torch.autograd.grad(out, inputs, given[None])
         self._add(trained, gradients[: len(parameters)])
         return gradients[-1][0] if passes else given
+
+    def _fields(self, layer: int) -> Sequence[Field]:
+        """What a layer keeps from its forward on: its input alone, if it runs again."""
+        fields = self.trainee.fields[layer]
+        return fields[:1] if layer + 1 in self._again else fields
+
+    def _repeated(
+        self, layer: int, window: Window, storages: Sequence[UntypedStorage | None]
+    ) -> dict[str, Tensor]:
+        """What a layer would have kept of a window, from its input: by the forward's windows."""
+        trainee, fields, parts = self.trainee, self._fields(layer), list[dict[str, Tensor]]()
+        for low, high in window_bounds(storages, fields):
+            first, last = max(low, window.start), min(high, window.stop)
+            if first >= last:
+                continue
+            part = Window(window.microbatch, first, last - first, window.table)
+            hidden = kept_rows(storages, fields, first, last)[INPUT]
+            recording = Recording(trainee.roles[layer], self._kv(part), None)
+            turns = trainee.turns(part.positions)
+            with recording:
+                trainee.layer(layer, hidden[None], part.positions, turns, recording)
+            parts.append({INPUT: hidden, **recording.kept})
+        if len(parts) == 1:
+            return parts[0]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _embedding(self, window: Window, given: Tensor) -> None:
         parameters, trained = self._trained(0)
@@ -279,7 +316,7 @@ class Finetuner:
 
     def _parts(self, region: Region, chunk: int) -> Sequence[Tensor]:
         """The sums in a region, flat, one per parameter of the chunk."""
-        return self._sum(region, chunk).split(self._states.sizes[chunk])
+        return torch.split_with_sizes(self._sum(region, chunk), self._states.sizes[chunk])
 
     def _sum(self, region: Region, chunk: int) -> Tensor:
         """The sums in a region as one flat tensor; zeros where the plan has made room just now."""
@@ -297,7 +334,7 @@ class Finetuner:
     def _kept(self, unit: int) -> Region:
         return regions.kept(self.job.job_id, unit).region
 
-    def _append(self, region: Region, storages: Sequence[torch.UntypedStorage]) -> None:
+    def _append(self, region: Region, storages: Sequence[UntypedStorage]) -> None:
         stay = self._store.find(region, Tier.GPU, "a window forward", as_new=False)
         self._store.put(region, [*stay.storages, *storages])
 

@@ -103,12 +103,12 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
                 shares = self._finetuners[own.job.job_id].trainee.shares
                 (joined if serves and shares else alone).append((own, piece))
         fused = self._pack([piece for _, piece in joined], served) if serves else None
-        packs = [(own, piece, self._pack([piece])) for own, piece in alone]
+        packs = [(self._pack([piece]), own, piece) for own, piece in alone]
         return PreparedWindows(
             launch,
             fused,
             tuple(self._rows(joined, fused)) if fused else (),
-            tuple([(*self._rows([(own, piece)], packed), packed) for own, piece, packed in packs]),
+            tuple([(next(self._rows([(o, p)], packed)), packed) for packed, o, p in packs]),
             tuple(others),
         )
 
@@ -124,16 +124,14 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
     def _pack(self, windows: Sequence[Piece], served: Sequence[Piece] = ()) -> Packed:
         return self.serving.packer.pack((*windows, *served), windows=len(windows))
 
-    def _rows(
-        self, windows: Sequence[tuple[Slice, Piece]], packed: Packed
-    ) -> Iterator[JobWindow]:
+    def _rows(self, windows: Sequence[tuple[Slice, Piece]], packed: Packed) -> Iterator[JobWindow]:
         """The windows as they lie in packed rows; they come first."""
         for (own, piece), rows in zip(windows, packed.rows.prefills, strict=False):
             window = Window(own.microbatch, piece.context_tokens, piece.tokens, rows.table)
             yield JobWindow(own.job.job_id, window, rows.start)
 
     def _window(self, own: Slice, piece: Piece) -> Window:
-        """A window back, on the pages that its forward has filled: the plan may free them by now."""
+        """A window back, on the pages that its forward has filled; the plan may free them."""
         start, tokens, packer = piece.context_tokens, piece.tokens, self.serving.packer
         count = -(-(start + tokens) // packer.page_tokens)
         pages = packer.transcripts[own.job.job_id].pages[:count]
@@ -152,8 +150,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         tokens = () if prepared.fused is None else (self._fused(prepared.fused, prepared.joined),)
         for (job_id, window, _), packed in prepared.alone:
             self._finetuners[job_id].forward(window, packed.rows.slots)
-        for own, window in prepared.others:
-            self._other(own, window)
+        for own, back in prepared.others:
+            self._other(own, back)
         return tokens
 
     def _fused(self, packed: Packed, joined: Sequence[JobWindow]) -> Tensor | None:

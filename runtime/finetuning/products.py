@@ -70,11 +70,11 @@ def products_of(layer: nn.Module) -> tuple[Product, ...]:
     modules, found = dict(layer.named_modules()), list[Product]()
     norms_heads = any(name.endswith("k_norm") for name in modules)
     for name, module in modules.items():
-        base = getattr(module, "base_layer", module)
+        base: Any = getattr(module, "base_layer", module)
         inner = name.endswith(".base_layer") or ".lora_" in name
         if inner or not (isinstance(base, nn.Linear) or hasattr(base, "nf")):
             continue
-        width = base.nf if hasattr(base, "nf") else base.out_features
+        width = int(base.nf if hasattr(base, "nf") else base.out_features)
         kept = 0 if name.endswith(UNREAD) else width
         if name.endswith("k_proj") and norms_heads:
             kept = width
@@ -127,6 +127,11 @@ def fields_of(
     products = [Field(role.name, role.kept, dtype) for role in roles.values() if role.kept]
     own = Field(INPUT, hidden, dtype), Field(ATTENTION, queries, dtype)
     return (*own, Field(LOG_SUMS, heads, wide(dtype)), *products)
+
+
+def unread(rows: Tensor, width: int) -> Tensor:
+    """Zeros in place of a product of rows, [.., inputs], whose values nothing reads."""
+    return rows.new_zeros(()).expand(*rows.shape[:-1], width)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

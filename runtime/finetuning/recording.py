@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from runtime.finetuning.products import ATTENTION, LOG_SUMS, Product, Role, own
+from runtime.finetuning.products import ATTENTION, LOG_SUMS, Product, Role, own, unread
 from runtime.serving.kv import Arena
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA calls on a CPU
@@ -63,7 +63,8 @@ class WindowKV:
 class Recording(TorchFunctionMode):
     """Around a layer's module: keeps the products of a window, and attends over its pages.
 
-    `kept` has them by name, [tokens, width] each.
+    `kept` has them by name, [tokens, width] each. A window that runs again computes them alone: its
+    output is of no use.
     """
 
     def __init__(self, roles: Mapping[int, Role], kv: WindowKV, slots: Tensor | None) -> None:
@@ -71,7 +72,7 @@ class Recording(TorchFunctionMode):
         Args:
             roles: Of the layer's matrices.
             kv: The pages of the window.
-            slots: Where its keys and values go; None: they are there already.
+            slots: Where its keys and values go; None: it runs again, and they are there already.
         """
         super().__init__()
         self._roles, self._kv, self._slots = roles, kv, slots
@@ -80,8 +81,10 @@ class Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
         role = self._roles.get(id(weight_of(func, args)))
+        if role is not None and not role.kept and self._slots is None:
+            return unread(args[0] if func is linear else args[1], role.width)
+        out = func(*args, **(kwargs or {}))
         if role is not None and role.kept:
             self.kept[role.name] = own(out.flatten(0, -2)[:, : role.kept])
         return out

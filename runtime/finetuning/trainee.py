@@ -1,4 +1,4 @@
-"""The model of a finetuning job: adapters over the weights that are served, or weights of its own."""
+"""The model of a finetuning job: adapters over what is served, or weights of its own."""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Machine[An
     """
     if finetunes(run_spec):
         raise ValueError(
-            "backend=cuda: finetuning in windows is computed on the CPU alone; take backend=cpu, or "
-            "predict it with backend=sim"
+            "backend=cuda: finetuning in windows is computed on the CPU alone; take backend=cpu, "
+            "or predict it with backend=sim"
         )
     from runtime.serving.model import build_model
 
