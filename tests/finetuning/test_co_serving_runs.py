@@ -1,0 +1,103 @@
+"""Whole runs that serve and finetune: one policy, equal plans, losses, adapters and tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.contract.regions import Tier
+from engine.results.plan_log import encode
+from engine.results.recorder import Recorder
+from runtime.serving.model import build_model
+from tandem.config.compose import composed
+from tandem.wiring.backends import backend_of
+from tandem.wiring.experiment import engine_of
+from tandem.wiring.machines import prompts_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
+from tests.support.reference import compare, generate
+from tests.training.trainings import differing
+
+SMALL = (
+    *("policy=coserve", "training=finetune", "model=tiny_llama", "model.num_layers=3"),
+    *("model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=16"),
+    *("model.intermediate_size=96", "model.vocab_size=211", "model.max_positions=128"),
+    *("trace=random", "trace.requests=6", "trace.input_tokens=30", "trace.output_tokens=24"),
+    *("training.sequence_tokens=64", "training.data.mean_tokens=40", "training.data.count=6"),
+    *("training.microbatches=2", "training.until_served=false", "training.data.prompt_share=0.2"),
+    *("scheduling.token_budget=40", "arrival=all_at_once"),
+)
+BACKENDS = ("lockstep", "cpu", "cpu backend.clock=wall")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left."""
+
+    spec: RunSpec
+    recorder: Recorder
+    losses: list[float]
+    weights: Mapping[str, Tensor]
+    outputs: Mapping[int, Sequence[int]]
+
+    @property
+    def log(self) -> list[str]:
+        """The plans, without their times."""
+        return [encode(row[-1]) for row in self.recorder.plans]
+
+
+@lru_cache
+def run(backend: str, *overrides: str) -> Run:
+    """Carries a small run out."""
+    point = composed([*SMALL, *f"backend={backend}".split(), *overrides])
+    found = run_spec_of(point)
+    with backend_of(found, point.config["backend"]) as world:
+        recorder = Recorder(world.meter)
+        engine_of(found, world, recorder).replay(found.work)
+        job, machine = found.trainees[0].job, world.machine
+        if machine is None:
+            return Run(found, recorder, [], {}, {})
+        count = range(job.num_steps * job.microbatches)
+        losses = [machine.loss(job.job_id, k) for k in count]
+        outputs = {r.request_id: machine.outputs(r.request_id) for r in found.requests}
+        return Run(found, recorder, losses, machine.weights(job.job_id), outputs)
+
+
+WINDOWS_BACK = ("scheduling.backward_tokens=16",)
+UNFUSED = ("memory.fused=false",)
+
+
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, UNFUSED], ids=str)
+def test_equal_launches_give_equal_bits_on_every_clock(words: tuple[str, ...]) -> None:
+    expected = run("sim", *words)
+    first = run("lockstep", *words)
+    assert first.log == expected.log
+    assert not any(math.isnan(loss) for loss in first.losses)
+    for backend in BACKENDS[1:]:
+        found = run(backend, *words)
+        assert found.log == first.log
+        assert not differing((found.losses, dict(found.weights)), (first.losses, dict(first.weights)))
+        assert found.outputs == first.outputs
+
+
+def test_kept_or_computed_again_gives_equal_bits() -> None:
+    """Windows run by themselves here: what is computed again has rows of its own, too."""
+    kept, again = (run("lockstep", *UNFUSED, f"planner.modes={m}") for m in ("keep", "recompute"))
+    assert not differing((again.losses, dict(again.weights)), (kept.losses, dict(kept.weights)))
+
+
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK], ids=str)
+def test_requests_get_the_tokens_of_generate(words: tuple[str, ...]) -> None:
+    found = run("lockstep", *words)
+    model = build_model(found.spec.spec, found.spec.seed, attention="sdpa")
+    prompts, requests = prompts_of(found.spec), found.spec.requests
+    expected = {
+        r.request_id: generate(model, prompts[r.request_id], r.output_tokens) for r in requests
+    }
+    equal, ties, wrong = compare(found.outputs, expected)
+    assert (equal + ties, wrong) == (len(requests), [])
