@@ -12,6 +12,7 @@ from engine.contract import regions
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.regions import Region, Tier
 from runtime.finetuning.backward import Known
+from runtime.finetuning.model import NO_LABEL, FinetunedModel
 from runtime.finetuning.products import (
     INPUT,
     Field,
@@ -22,7 +23,6 @@ from runtime.finetuning.products import (
     window_bounds,
 )
 from runtime.finetuning.recording import FusedWindow, Recording, WindowKV
-from runtime.finetuning.trainee import NO_LABEL, Trainee
 from runtime.serving.kv import Arena
 from runtime.training.model_states import ModelStates
 from runtime.training.optimizer import Optimizer
@@ -31,7 +31,7 @@ from traces.serving.request import TrainingJob
 from traces.training.batches import Batches
 
 
-class Window(NamedTuple):
+class SampleWindow(NamedTuple):
     """Tokens [start, start + tokens) of the sample of a microbatch, and the pages of their job."""
 
     microbatch: int
@@ -61,7 +61,7 @@ class Finetuner:
     def __init__(
         self,
         job: TrainingJob,
-        trainee: Trainee,
+        trainee: FinetunedModel,
         layout: TrainingLayout,
         batches: Batches,
         store: RegionStore,
@@ -97,7 +97,7 @@ class Finetuner:
         return self._ids[1]
 
     @torch.no_grad()
-    def forward(self, window: Window, slots: Tensor) -> None:
+    def forward(self, window: SampleWindow, slots: Tensor) -> None:
         """Runs a window through all units by the modules; `slots` are for its keys and values."""
         trainee, positions = self.trainee, window.positions
         ids = self.ids(window.microbatch)[:, window.start : window.stop]
@@ -110,7 +110,7 @@ class Finetuner:
             hidden = out
         self.finish(window, hidden)
 
-    def fused(self, window: Window, first: int) -> FusedWindow:
+    def fused(self, window: SampleWindow, first: int) -> FusedWindow:
         """The window as rows from `first` on of a launch that serves."""
         return FusedWindow(self.trainee.by_address, first, window.tokens)
 
@@ -121,7 +121,7 @@ class Finetuner:
             self._append(self._kept(layer + 1), storages)
 
     @torch.no_grad()
-    def finish(self, window: Window, hidden: Tensor) -> None:
+    def finish(self, window: SampleWindow, hidden: Tensor) -> None:
         """The head of a window: its part of the loss, and the gradient of its hidden states.
 
         The label of a token is the next one of the sample, also beyond the window. A loss is the
@@ -150,7 +150,7 @@ class Finetuner:
 
     # ---- windows back
     @torch.no_grad()
-    def backward(self, window: Window, units: range) -> None:
+    def backward(self, window: SampleWindow, units: range) -> None:
         """Takes a window down through units: adds gradients, and passes that of the input on."""
         launch, total = self._named("B", window, units), self.job.tokens_of(window.microbatch)
         passed, is_whole = self._passing(total, launch), window.tokens == total
@@ -173,7 +173,7 @@ class Finetuner:
     def _layer(
         self,
         layer: int,
-        window: Window,
+        window: SampleWindow,
         given: Tensor,
         turns: dict[str, Tensor],
         sums: Tensor | None,
@@ -205,7 +205,7 @@ class Finetuner:
         return fields[:1] if layer + 1 in self._again else fields
 
     def _repeated(
-        self, layer: int, window: Window, storages: Sequence[UntypedStorage | None]
+        self, layer: int, window: SampleWindow, storages: Sequence[UntypedStorage | None]
     ) -> dict[str, Tensor]:
         """What a layer would have kept of a window, from its input: by the forward's windows."""
         trainee, fields, parts = self.trainee, self._fields(layer), list[dict[str, Tensor]]()
@@ -213,7 +213,7 @@ class Finetuner:
             first, last = max(low, window.start), min(high, window.stop)
             if first >= last:
                 continue
-            part = Window(window.microbatch, first, last - first, window.table)
+            part = SampleWindow(window.microbatch, first, last - first, window.table)
             hidden = kept_rows(storages, fields, first, last)[INPUT]
             recording = Recording(trainee.roles[layer], self._kv(part), None)
             turns = trainee.turns(part.positions)
@@ -224,7 +224,7 @@ class Finetuner:
             return parts[0]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _embedding(self, window: Window, given: Tensor) -> None:
+    def _embedding(self, window: SampleWindow, given: Tensor) -> None:
         parameters, trained = self._trained(0)
         ids = self.ids(window.microbatch)[:, window.start : window.stop]
         with torch.enable_grad():
@@ -241,7 +241,7 @@ class Finetuner:
             self._store.put(self._passed, storages)
         return typed(present(storages[0]), dtype, (total, width))
 
-    def _kv_sums(self, unit: int, window: Window, total: int) -> Tensor:
+    def _kv_sums(self, unit: int, window: SampleWindow, total: int) -> Tensor:
         """Gradients of the unit's keys and values, [tokens, 2, kv_heads, D]; zeros at first."""
         region = regions.kv_gradient(self.job.job_id, unit).region
         dtype = wide(self.trainee.dtype)
@@ -338,8 +338,8 @@ class Finetuner:
         stay = self._store.find(region, Tier.GPU, "a window forward", as_new=False)
         self._store.put(region, [*stay.storages, *storages])
 
-    def _kv(self, window: Window) -> WindowKV:
+    def _kv(self, window: SampleWindow) -> WindowKV:
         return WindowKV(self._arena, window.table, window.start, window.tokens)
 
-    def _named(self, what: str, window: Window, units: range) -> str:
+    def _named(self, what: str, window: SampleWindow, units: range) -> str:
         return f"{what}({units}, {window.microbatch}) of job {self.job.job_id}"

@@ -12,7 +12,7 @@ from engine.contract.executor import Launch, Piece
 from engine.contract.plan import Compute, Copy, Slice
 from engine.contract.regions import Kind, Place, Pool, Tier, Work
 from runtime.executors.machine import Machine, Tokens
-from runtime.finetuning.finetuner import Finetuner, Window
+from runtime.finetuning.finetuner import Finetuner, SampleWindow
 from runtime.finetuning.products import INPUT
 from runtime.finetuning.recording import FusedWindow, Fusing
 from runtime.serving.machine import LaunchPart, Prepared, ServingMachine
@@ -24,7 +24,7 @@ class JobWindow(NamedTuple):
     """A window forward: rows from `first` on of a packed launch."""
 
     job_id: int
-    window: Window
+    window: SampleWindow
     first: int
 
 
@@ -43,7 +43,7 @@ class PreparedWindows(NamedTuple):
     fused: Packed | None
     joined: tuple[JobWindow, ...]
     alone: tuple[tuple[JobWindow, Packed], ...]
-    others: tuple[tuple[Slice, Window | None], ...]
+    others: tuple[tuple[Slice, SampleWindow | None], ...]
 
 
 class FinetuningMachine(Machine[Prepared | PreparedWindows]):
@@ -89,7 +89,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         if all(piece.job.training is None for piece in slices):
             return self.serving.prepare(launch)
         served, joined = list[Piece](), list[tuple[Slice, Piece]]()
-        alone, others = list[tuple[Slice, Piece]](), list[tuple[Slice, Window | None]]()
+        alone, others = list[tuple[Slice, Piece]](), list[tuple[Slice, SampleWindow | None]]()
         serves = any(piece.job.training is None for piece in slices)
         for own, piece in zip(slices, launch.pieces, strict=True):
             if own.job.training is None:
@@ -127,15 +127,15 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
     def _rows(self, windows: Sequence[tuple[Slice, Piece]], packed: Packed) -> Iterator[JobWindow]:
         """The windows as they lie in packed rows; they come first."""
         for (own, piece), rows in zip(windows, packed.rows.prefills, strict=False):
-            window = Window(own.microbatch, piece.context_tokens, piece.tokens, rows.table)
+            window = SampleWindow(own.microbatch, piece.context_tokens, piece.tokens, rows.table)
             yield JobWindow(own.job.job_id, window, rows.start)
 
-    def _window(self, own: Slice, piece: Piece) -> Window:
+    def _window(self, own: Slice, piece: Piece) -> SampleWindow:
         """A window back, on the pages that its forward has filled; the plan may free them."""
         start, tokens, packer = piece.context_tokens, piece.tokens, self.serving.packer
         count = -(-(start + tokens) // packer.page_tokens)
         pages = packer.transcripts[own.job.job_id].pages[:count]
-        return Window(own.microbatch, start, tokens, torch.tensor(pages))
+        return SampleWindow(own.microbatch, start, tokens, torch.tensor(pages))
 
     # ---- the work
     def execute(self, prepared: Prepared | PreparedWindows) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
 
     def _fused(self, packed: Packed, joined: Sequence[JobWindow]) -> Tensor | None:
         """One forward of requests and windows; the sampled tokens of the former."""
-        decoder, own = self.serving.decoder, list[tuple[Finetuner, Window, FusedWindow]]()
+        decoder, own = self.serving.decoder, list[tuple[Finetuner, SampleWindow, FusedWindow]]()
         for job_id, window, first in joined:
             finetuner = self._finetuners[job_id]
             own.append((finetuner, window, finetuner.fused(window, first)))
@@ -174,7 +174,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             finetuner.finish(window, hidden[:, fused.rows])
         return self.serving.sample(packed, hidden)
 
-    def _other(self, own: Slice, window: Window | None) -> None:
+    def _other(self, own: Slice, window: SampleWindow | None) -> None:
         finetuner, units = self._finetuners[own.job.job_id], own.layers
         assert units is not None, "a finetuning launch names its units or chunks"
         if window is None:

@@ -14,7 +14,7 @@ INPUT, ATTENTION, LOG_SUMS = "input", "attention", "log_sums"
 UNREAD = ("k_proj", "v_proj", "down_proj", "mlp.c_proj", "fc2")  # a backward reads no value of them
 
 
-class Product(NamedTuple):
+class LayerProduct(NamedTuple):
     """A matrix product of a layer, with the adapter behind it if it has one.
 
     Attributes:
@@ -58,7 +58,7 @@ class Field(NamedTuple):
     dtype: torch.dtype
 
 
-def products_of(layer: nn.Module) -> tuple[Product, ...]:
+def products_of(layer: nn.Module) -> tuple[LayerProduct, ...]:
     """The products of a layer of Hugging Face, wrapped by peft or not.
 
     Args:
@@ -67,7 +67,7 @@ def products_of(layer: nn.Module) -> tuple[Product, ...]:
     Returns:
         One for each nn.Linear or Conv1D, in their order.
     """
-    modules, found = dict(layer.named_modules()), list[Product]()
+    modules, found = dict(layer.named_modules()), list[LayerProduct]()
     norms_heads = any(name.endswith("k_norm") for name in modules)
     for name, module in modules.items():
         base: Any = getattr(module, "base_layer", module)
@@ -80,7 +80,7 @@ def products_of(layer: nn.Module) -> tuple[Product, ...]:
             kept = width
         if name.endswith("c_attn"):
             kept = width // 3  # queries; keys and values lie in pages
-        found.append(Product(name, base.weight, width, kept, *_adapter(module)))
+        found.append(LayerProduct(name, base.weight, width, kept, *_adapter(module)))
     return tuple(found)
 
 
@@ -92,7 +92,7 @@ def _adapter(module: Any) -> tuple[Tensor | None, Tensor | None, float]:
     return module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name])
 
 
-def roles_of(products: Sequence[Product]) -> dict[int, Role]:
+def roles_of(products: Sequence[LayerProduct]) -> dict[int, Role]:
     """Which matrices a backward does not compute with again, by identity of the matrix.
 
     An adapter's second matrix is not among them, unless nothing reads what it makes.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from runtime.finetuning.products import ATTENTION, LOG_SUMS, Product, Role, own, unread
+from runtime.finetuning.products import ATTENTION, LOG_SUMS, LayerProduct, Role, own, unread
 from runtime.serving.kv import Arena
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA calls on a CPU
@@ -108,7 +108,7 @@ class Recording(TorchFunctionMode):
 class FusedWindow:
     """The rows [first, first + tokens) of a packed launch that finetune, with their adapters."""
 
-    def __init__(self, products: Mapping[int, Product], first: int, tokens: int) -> None:
+    def __init__(self, products: Mapping[int, LayerProduct], first: int, tokens: int) -> None:
         """
         Args:
             products: All products of the job's layers, by address of the matrix.
@@ -139,9 +139,9 @@ class FusedWindow:
                 self.kept[f"{product.name}.lora_A"] = narrow
                 part += linear(narrow, product.up) * product.scale
 
-    def _parts(self, weight: Tensor) -> list[tuple[slice, Product]]:
+    def _parts(self, weight: Tensor) -> list[tuple[slice, LayerProduct]]:
         """The products of a matrix, and their columns in what it makes."""
-        found, at = list[tuple[slice, Product]](), 0
+        found, at = list[tuple[slice, LayerProduct]](), 0
         step = weight.shape[-1] * weight.itemsize
         while product := self._products.get(weight.data_ptr() + at * step):
             found.append((slice(at, at + product.width), product))

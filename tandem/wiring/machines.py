@@ -121,7 +121,7 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     """
     from runtime.finetuning.finetuner import Finetuner
     from runtime.finetuning.machine import FinetuningMachine
-    from runtime.finetuning.trainee import Trainee
+    from runtime.finetuning.model import FinetunedModel
     from runtime.serving.model import build_model
     from runtime.training.store import RegionStore
 
@@ -140,9 +140,9 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     store, layout, found = RegionStore(), run_spec.room.layout, dict[int, Any]()
     for asked in run_spec.trainees:
         job = asked.job
-        trainee = Trainee.of(served, asked.spec, job.recipe, run_spec.seed)
+        model = FinetunedModel.of(served, asked.spec, job.recipe, run_spec.seed)
         found[job.job_id] = Finetuner(
-            job, trainee, layout.training[job.job_id], asked.batches, store, arena
+            job, model, layout.training[job.job_id], asked.batches, store, arena
         )
     return FinetuningMachine(serving, found, store, layout.places)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.finetuning.finetuner import Finetuner, Window
+from runtime.finetuning.finetuner import Finetuner, SampleWindow
+from runtime.finetuning.model import NO_LABEL
 from runtime.finetuning.recording import WindowKV
-from runtime.finetuning.trainee import NO_LABEL
 from tests.finetuning.windows_by_hand import ByHand, cuts, furthest, recipe_of
 from traces.serving.request import Sample
 
@@ -35,7 +35,7 @@ def test_without_sums_of_key_and_value_gradients(
 ) -> None:
     kept = Finetuner._kv_sums
 
-    def forgetful(self: Finetuner, unit: int, window: Window, total: int) -> Tensor:
+    def forgetful(self: Finetuner, unit: int, window: SampleWindow, total: int) -> Tensor:
         return kept(self, unit, window, total).zero_()
 
     own = made(family, kind)

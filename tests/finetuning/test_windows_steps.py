@@ -43,7 +43,7 @@ def trained(made: ByHand, seed: int = 0) -> tuple[list[float], Gradients]:
 
 
 def plainly(made: ByHand, dtype: str | None = None) -> tuple[list[float], Gradients]:
-    """The same by transformers, peft and torch.optim."""
+    """Losses and weights by transformers, peft and torch.optim."""
     model, recipe, losses = made.plain_model(dtype), made.recipe, list[float]()
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer: torch.optim.Optimizer

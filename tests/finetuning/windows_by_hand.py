@@ -24,7 +24,7 @@ from models.training.kept import finetuning_shape
 from policies.planners.windows import trained_chunks
 from runtime.finetuning.finetuner import Finetuner
 from runtime.finetuning.machine import FinetuningMachine
-from runtime.finetuning.trainee import NO_LABEL, Trainee
+from runtime.finetuning.model import NO_LABEL, FinetunedModel
 from runtime.serving.machine import GPU
 from runtime.training.store import RegionStore
 from runtime.training.trainer import build_trainee
@@ -102,7 +102,7 @@ class ByHand:
         self.layout = lay_out_windows(shape, trained_chunks(shape), [modes] * len(shape.units))
         self.ids = Ids(samples, spec.vocab_size)
         serving = self.served.machine
-        self.trainee = Trainee.of(serving.decoder.model, spec, recipe)
+        self.trainee = FinetunedModel.of(serving.decoder.model, spec, recipe)
         with_adapters(self.trainee.model)
         self.first = {n: p.detach().clone() for n, p in self.trainee.model.named_parameters()}
         self.store = RegionStore()

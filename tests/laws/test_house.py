@@ -31,7 +31,7 @@ FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
     "engine": 40,
-    "runtime": 42,
+    "runtime": 48,
     "tandem": 40,  # a verb of its own with the protocol of fidelity behind it
     "traces": 32,
     "policies": 34,

@@ -53,7 +53,7 @@ def over_served(model: Any, recipe: Recipe) -> Any:
     return prepare(copy.deepcopy(model, shared), recipe)
 
 
-class Trainee:
+class FinetunedModel:
     """A causal language model, run over windows of one sample: rows are [1, tokens, hidden].
 
     Attributes:
@@ -99,7 +99,7 @@ class Trainee:
         self.fields = [fields_of(roles, *sizes) for roles in self.roles]
 
     @classmethod
-    def of(cls, served: Any, spec: ModelSpec, recipe: Recipe, seed: int = 0) -> Trainee:
+    def of(cls, served: Any, spec: ModelSpec, recipe: Recipe, seed: int = 0) -> FinetunedModel:
         """The model of a job: over the served one if it trains adapters, else one of its own."""
         if recipe.lora_rank is None:
             return cls(build_trainee(spec, recipe, seed), spec, shares=False)
