@@ -217,13 +217,13 @@ def lay_out_windows(
 
 
 def _windows_in(windows: WindowBytes, modes: Sequence[Mode]) -> WindowBytes:
-    """Bytes per token where a unit that runs again keeps its input alone until then."""
-    kept, backward = [*windows.kept], [*windows.backward]
-    for unit, mode in enumerate(modes):
-        if mode is Mode.RECOMPUTE and kept[unit]:
-            backward[unit] += kept[unit] - windows.hidden
-            kept[unit] = windows.hidden
-    return replace(windows, kept=tuple(kept), backward=tuple(backward))
+    """Bytes per token where a unit that runs again keeps its input alone until then.
+
+    A backward has room for a copy of all that a layer keeps, and so for what is computed again.
+    """
+    pairs = zip(modes, windows.kept, strict=True)
+    kept = [windows.hidden if n and m is Mode.RECOMPUTE else n for m, n in pairs]
+    return replace(windows, kept=tuple(kept))
 
 
 def _trained_chunk(shape: TrainingShape, parameters: Sequence[int]) -> Chunk:

@@ -33,7 +33,7 @@ class KnownProduct(torch.autograd.Function):
         is_transposed: bool,
     ) -> Tensor:
         """[.., inputs] -> value, [.., outputs]."""
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight)
         ctx.is_transposed = is_transposed
         return value.view_as(value)
 
@@ -44,7 +44,8 @@ class KnownProduct(torch.autograd.Function):
         flat, (for_rows, for_weight, for_bias, *_) = given[0].flatten(0, -2), ctx.needs_input_grad
         back = down = None
         if for_rows:
-            back = flat.mm(weight.t() if ctx.is_transposed else weight).view_as(rows)
+            back = flat.mm(weight.t() if ctx.is_transposed else weight)
+            back = back.view(*given[0].shape[:-1], -1)
         if for_weight:
             inputs = rows.flatten(0, -2)
             down = inputs.t().mm(flat) if ctx.is_transposed else flat.t().mm(inputs)
@@ -73,7 +74,7 @@ class KnownAttention(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         """By the kernel that SDPA's own backward calls."""
         (query,) = ctx.saved_tensors
-        (out, log_sums), (keys, values), mask, scale, sums = ctx.how
+        ((out, log_sums), (keys, values), mask, scale, sums), ctx.how = ctx.how, None
         is_causal = mask is None
         to_query, to_keys, to_values = flash_backward(
             given[0], query, keys, values, out, log_sums, 0.0, is_causal,
@@ -83,8 +84,8 @@ class KnownAttention(torch.autograd.Function):
             start, stop = keys.shape[2] - query.shape[2], keys.shape[2]
             for part, fresh in enumerate((to_keys, to_values)):
                 sums[:stop, part] += fresh[0].transpose(0, 1)
-            own = sums[start:stop].to(query.dtype)
-            to_keys, to_values = (t.transpose(0, 1)[None] for t in own.unbind(1))
+            own = (part.to(query.dtype, copy=True) for part in sums[start:stop].unbind(1))
+            to_keys, to_values = (part.transpose(0, 1)[None] for part in own)
         return to_query, to_keys, to_values, None, None, None, None, None
 
 

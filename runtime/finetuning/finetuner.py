@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import get_gradient_edge
 
 from engine.contract import regions
 from engine.contract.layout import Mode, TrainingLayout
@@ -105,7 +106,7 @@ class Finetuner:
         for index, roles in enumerate(trainee.roles):
             recording = Recording(roles, self._kv(window), slots)
             with recording:
-                out = trainee.layer(index, hidden, positions, turns, recording)
+                out = trainee.layer(index, hidden, turns, recording)
             self.keep(index, {INPUT: hidden[0], **recording.kept})
             hidden = out
         self.finish(window, hidden)
@@ -154,8 +155,8 @@ class Finetuner:
         """Takes a window down through units: adds gradients, and passes that of the input on."""
         launch, total = self._named("B", window, units), self.job.tokens_of(window.microbatch)
         passed, is_whole = self._passing(total, launch), window.tokens == total
-        positions = window.positions
-        turns, rows = self.trainee.turns(positions), passed[window.start : window.stop]
+        turns = self.trainee.turns(window.positions)
+        rows = passed[window.start : window.stop]
         for unit in reversed(units):
             if not unit:
                 self._embedding(window, rows)
@@ -175,7 +176,7 @@ class Finetuner:
         layer: int,
         window: SampleWindow,
         given: Tensor,
-        turns: dict[str, Tensor],
+        turns: dict[str, Any],
         sums: Tensor | None,
         launch: str,
     ) -> Tensor:
@@ -192,10 +193,11 @@ class Finetuner:
             hidden = kept.pop(INPUT)[None].detach().requires_grad_(passes)
             known = Known(trainee.roles[layer], kept, self._kv(window), sums)
             with known:
-                out = trainee.layer(layer, hidden, window.positions, turns, known)
-        del kept, known
+                out = trainee.layer(layer, hidden, turns, known)
+        edge = get_gradient_edge(out)
+        del kept, known, out
         inputs = [*parameters, hidden] if passes else parameters
-        gradients = torch.autograd.grad(out, inputs, given[None])
+        gradients = torch.autograd.grad([edge], inputs, [given[None]])
         self._add(trained, gradients[: len(parameters)])
         return gradients[-1][0] if passes else given
 
@@ -218,7 +220,7 @@ class Finetuner:
             recording = Recording(trainee.roles[layer], self._kv(part), None)
             turns = trainee.turns(part.positions)
             with recording:
-                trainee.layer(layer, hidden[None], part.positions, turns, recording)
+                trainee.layer(layer, hidden[None], turns, recording)
             parts.append({INPUT: hidden, **recording.kept})
         if len(parts) == 1:
             return parts[0]
@@ -247,9 +249,10 @@ class Finetuner:
         dtype = wide(self.trainee.dtype)
         shape = (total, *self._arena.pages.shape[3:])
         stay = self._store.find(region, Tier.GPU, "a window back", as_new=False)
-        if window.stop == total or not stay.storages:
+        if not stay.storages:
             self._store.put(region, [torch.zeros(shape, dtype=dtype).untyped_storage()])
-        return typed(present(stay.storages[0]), dtype, shape)
+        sums = typed(present(stay.storages[0]), dtype, shape)
+        return sums.zero_() if window.stop == total else sums
 
     def _end_sample(self) -> None:
         """Adds the gradients of a sample to those of the step."""

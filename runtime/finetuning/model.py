@@ -116,18 +116,16 @@ class FinetunedModel:
         return hidden if self._positions is None else hidden + self._positions(positions)
 
     def turns(self, positions: Tensor) -> dict[str, Any]:
-        """What every layer reads of positions, [1, tokens]."""
-        if self._rotary is None:
-            return {}
-        like = torch.empty(0, dtype=self.dtype)
-        return {"position_embeddings": self._rotary(like, positions)}
+        """What every layer is told of positions, [1, tokens]."""
+        told: dict[str, Any] = {"position_ids": positions}
+        if self._rotary is not None:
+            told["position_embeddings"] = self._rotary(torch.empty(0, dtype=self.dtype), positions)
+        return told
 
-    def layer(
-        self, index: int, hidden: Tensor, positions: Tensor, turns: dict[str, Any], meta: Any
-    ) -> Tensor:
+    def layer(self, index: int, hidden: Tensor, turns: dict[str, Any], meta: Any) -> Tensor:
         """One layer over a window; `meta` attends."""
         run = self._layers[index]
-        out = run(hidden, attention_mask=None, position_ids=positions, meta=meta, **turns)
+        out = run(hidden, attention_mask=None, meta=meta, **turns)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 

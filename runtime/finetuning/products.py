@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from models.training.tape_known import kept_width
 from runtime.training.store import present, typed
 
 INPUT, ATTENTION, LOG_SUMS = "input", "attention", "log_sums"
-UNREAD = ("k_proj", "v_proj", "down_proj", "mlp.c_proj", "fc2")  # a backward reads no value of them
 
 
 class LayerProduct(NamedTuple):
@@ -75,11 +75,7 @@ def products_of(layer: nn.Module) -> tuple[LayerProduct, ...]:
         if inner or not (isinstance(base, nn.Linear) or hasattr(base, "nf")):
             continue
         width = int(base.nf if hasattr(base, "nf") else base.out_features)
-        kept = 0 if name.endswith(UNREAD) else width
-        if name.endswith("k_proj") and norms_heads:
-            kept = width
-        if name.endswith("c_attn"):
-            kept = width // 3  # queries; keys and values lie in pages
+        kept = kept_width(name, width, norms_heads)
         found.append(LayerProduct(name, base.weight, width, kept, *_adapter(module)))
     return tuple(found)
 

@@ -13,6 +13,7 @@ from engine.contract import regions
 from engine.contract.layout import Mode
 from engine.contract.regions import Kind, Tier
 from models.training.kept import kept_token_bytes
+from models.training.tape_known import BackwardBytes, known_backward_bytes
 from runtime.finetuning.model import FinetunedModel
 from runtime.measure.tracker import StorageTracker, storage_bytes
 from tests.finetuning.test_co_serving_runs import WINDOWS_BACK, run
@@ -88,3 +89,45 @@ def test_the_meter_reads_what_is_booked(words: tuple[str, ...]) -> None:
     assert off.count(0) > len(off) / 2
     assert {nbytes % page.nbytes for nbytes in off} == {0}
     assert max(off) <= page.bytes_for(longest)
+
+
+WINDOWS = [(64, 0, 64), (16, 0, 64), (16, 32, 32), (16, 0, 16)]  # tokens forward; start, tokens
+
+
+@pytest.mark.broad(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_backward_takes_the_workspace_of_the_tape(family: str, kind: str, dtype: str) -> None:
+    for forward, start, tokens in WINDOWS:
+        made = ByHand(family, recipe_of(family, kind, dtype=dtype), [Sample(64)])
+        made.begin()
+        for first in range(0, 64, forward):
+            made.forward(0, first, forward)
+        made.gradients()  # sums, which are booked, have their memory already
+        made.finetuner._passing(64, "a test")
+        made.backward(0, 48, 16, range(2, 3))
+        tracker = StorageTracker()
+        with tracker:
+            made.backward(0, start, tokens, range(2, 3))
+        keys, copied = start + tokens, forward < tokens
+        peak = known_backward_bytes(made.spec, made.recipe, tokens, keys, copied)
+        assert tracker.peak_bytes == peak
+        booked = BackwardBytes(made.spec, made.recipe).of(range(2, 3), tokens, 64)
+        assert tracker.peak_bytes <= booked
+
+
+@pytest.mark.parametrize("kind", ["lora_all", "full"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_backward_through_all_units_finds_its_workspace_booked(family: str, kind: str) -> None:
+    made = ByHand(family, recipe_of(family, kind), [Sample(64)])
+    made.begin()
+    for start in range(0, 64, 16):
+        made.forward(0, start, 16)
+    made.gradients()
+    made.finetuner._passing(64, "a test")
+    units, tracker = range(made.trainee.first, made.job.num_units - 1), StorageTracker()
+    with tracker:
+        made.backward(0, 0, 64, units)
+    booked = BackwardBytes(made.spec, made.recipe).of(units, 64, 64)
+    assert 0.8 * booked < tracker.peak_bytes <= booked
