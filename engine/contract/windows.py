@@ -197,7 +197,9 @@ class _Maker:
             added = self._added()
             sizes += added
             written += [place for place, _ in added]
-            frees += [place for place in self._sums() if added]
+            of_sample = self._sums() if added else []
+            reads += [place for place in of_sample if place not in written]
+            frees += of_sample
         return WindowFootprint(tuple(reads), tuple(written), tuple(sizes), tuple(frees))
 
     def update(self) -> WindowFootprint:

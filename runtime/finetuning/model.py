@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from models.spec import ModelSpec
 from runtime.finetuning.products import fields_of, products_of, roles_of, wide
 from runtime.serving.model import first_of, learned_positions
-from runtime.training.trainer import build_trainee, prepare
+from runtime.training.trainer import prepare
 from runtime.training.units import Units
 from traces.training.recipe import Recipe
 
@@ -40,17 +40,23 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def over_served(model: Any, recipe: Recipe) -> Any:
-    """A model with adapters of a recipe over the very weights of a served model.
+    """A model that trains as a recipe says, from the weights of a served model.
 
     Args:
         model: The served model of Hugging Face; it stays as it is.
-        recipe: Of the job, which trains adapters.
+        recipe: Of the job.
 
     Returns:
-        Modules of its own, whose frozen parameters are those of `model`.
+        Modules of its own, whose frozen parameters are the very ones of `model`.
     """
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return prepare(copy.deepcopy(model, shared), recipe)
+    if recipe.lora_rank is not None:
+        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        return prepare(copy.deepcopy(model, shared), recipe)
+    own = prepare(copy.deepcopy(model).requires_grad_(True), recipe)
+    for parameter, served in zip(own.parameters(), model.parameters(), strict=True):
+        if not parameter.requires_grad:
+            parameter.data = served.data
+    return own
 
 
 class FinetunedModel:
@@ -58,7 +64,7 @@ class FinetunedModel:
 
     Attributes:
         model: Of Hugging Face, wrapped by peft where it has adapters.
-        shares: Whether its frozen weights are those that are served.
+        shares: Whether its products are those that are served, but for adapters.
         first: The unit at which a backward ends.
         trained_of: By unit, indices of the parameters that train.
         products: By layer, its matrix products.
@@ -72,7 +78,7 @@ class FinetunedModel:
         Args:
             model: What `prepare` has returned.
             spec: Its spec.
-            shares: Whether its frozen weights are those that are served.
+            shares: Whether its products are those that are served, but for adapters.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -99,11 +105,9 @@ class FinetunedModel:
         self.fields = [fields_of(roles, *sizes) for roles in self.roles]
 
     @classmethod
-    def of(cls, served: Any, spec: ModelSpec, recipe: Recipe, seed: int = 0) -> FinetunedModel:
-        """The model of a job: over the served one if it trains adapters, else one of its own."""
-        if recipe.lora_rank is None:
-            return cls(build_trainee(spec, recipe, seed), spec, shares=False)
-        return cls(over_served(served, recipe), spec, shares=True)
+    def of(cls, served: Any, spec: ModelSpec, recipe: Recipe) -> FinetunedModel:
+        """The model of a job over a served one: all its products are, if it trains adapters."""
+        return cls(over_served(served, recipe), spec, shares=recipe.lora_rank is not None)
 
     @property
     def num_units(self) -> int:

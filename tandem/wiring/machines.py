@@ -140,7 +140,7 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     store, layout, found = RegionStore(), run_spec.room.layout, dict[int, Any]()
     for asked in run_spec.trainees:
         job = asked.job
-        model = FinetunedModel.of(served, asked.spec, job.recipe, run_spec.seed)
+        model = FinetunedModel.of(served, asked.spec, job.recipe)
         found[job.job_id] = Finetuner(
             job, model, layout.training[job.job_id], asked.batches, store, arena
         )
@@ -237,11 +237,15 @@ def served(machine: Machine[Any]) -> list[ServingMachine]:
 
 
 def pages_of(run_spec: RunSpec) -> dict[Pool, int]:
-    """KV pages per pool: what the capacity leaves beside the resident places."""
+    """KV pages per pool: what the capacity leaves beside the resident places.
+
+    Where finetuning shares the bytes of KV, a page that is freed keeps its number for a while, so
+    that any number below the capacity may be handed out. A page that is not held takes no memory.
+    """
     room = run_spec.room
     resident = dict.fromkeys(room.capacity_bytes, 0)
     for place, nbytes in room.layout.places.items():
-        resident[place.pool] += nbytes
+        resident[place.pool] += 0 if finetunes(run_spec) else nbytes
     return {
         pool: (capacity - resident[pool]) // room.page.nbytes
         for pool, capacity in room.capacity_bytes.items()

@@ -75,9 +75,14 @@ def run(backend: str, *overrides: str) -> Run:
 
 WINDOWS_BACK = ("scheduling.backward_tokens=16",)
 UNFUSED = ("memory.fused=false",)
+WHOLE_MODEL = ("training/recipe=sgd", "training.recipe.frozen_units=2")
+TIGHT = (
+    *("budget.kv_pages=52", "trace.requests=24", "training.microbatches=1"),
+    *("arrival=poisson", "arrival.rate=300"),
+)
 
 
-@pytest.mark.parametrize("words", [(), WINDOWS_BACK, UNFUSED], ids=str)
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, UNFUSED, WHOLE_MODEL], ids=str)
 def test_equal_launches_give_equal_bits_on_every_clock(words: tuple[str, ...]) -> None:
     expected = run("sim", *words)
     first = run("lockstep", *words)
@@ -98,9 +103,31 @@ def test_kept_or_computed_again_gives_equal_bits() -> None:
     assert not differing(again.result, kept.result)
 
 
-@pytest.mark.parametrize("words", [(), WINDOWS_BACK], ids=str)
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT], ids=str)
 def test_requests_get_the_tokens_of_generate(words: tuple[str, ...]) -> None:
-    found = run("lockstep", *words)
+    check_tokens(run("lockstep", *words))
+
+
+def test_a_sample_that_gives_way_begins_anew() -> None:
+    """Requests come while a sample holds the memory that they need."""
+    found = run("lockstep", *TIGHT)
+    job_id = found.spec.trainees[0].job.job_id
+    assert found.log == run("sim", *TIGHT).log
+    assert any(f'"restart":[{job_id}]' in plan for plan in found.log)
+    roomy = run("lockstep", *TIGHT, "budget.kv_pages=400")
+    assert found.losses == pytest.approx(roomy.losses, rel=1e-6)  # windows are others
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_tight_run_in_measured_time(backend: str) -> None:
+    found = run(backend, *TIGHT)
+    check_tokens(found)
+    roomy = run("lockstep", *TIGHT, "budget.kv_pages=400")
+    assert found.losses == pytest.approx(roomy.losses, rel=1e-6)
+
+
+def check_tokens(found: Run) -> None:
+    """Every request has the tokens of generate, near ties counted apart."""
     model = build_model(found.spec.spec, found.spec.seed, attention="sdpa")
     prompts, requests = prompts_of(found.spec), found.spec.requests
     expected = {
@@ -108,3 +135,15 @@ def test_requests_get_the_tokens_of_generate(words: tuple[str, ...]) -> None:
     }
     equal, ties, wrong = compare(found.outputs, expected)
     assert (equal + ties, wrong) == (len(requests), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("replicas=2",), "replicas"),
+    ],
+)
+def test_what_is_not_computed_is_told_in_one_line(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told) as raised:
+        run("lockstep", *words)
+    assert "\n" not in str(raised.value)
