@@ -76,6 +76,8 @@ def run(backend: str, *overrides: str) -> Run:
 WINDOWS_BACK = ("scheduling.backward_tokens=16",)
 UNFUSED = ("memory.fused=false",)
 WHOLE_MODEL = ("training/recipe=sgd", "training.recipe.frozen_units=2")
+GPT2 = ("model=tiny_gpt2", "model.num_kv_heads=4")
+HALF = ("model.dtype=bfloat16", "training.recipe.clip_norm=1.0")
 TIGHT = (
     *("budget.kv_pages=52", "trace.requests=24", "training.microbatches=1"),
     *("arrival=poisson", "arrival.rate=300"),
@@ -103,7 +105,7 @@ def test_kept_or_computed_again_gives_equal_bits() -> None:
     assert not differing(again.result, kept.result)
 
 
-@pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT], ids=str)
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT, GPT2, HALF], ids=str)
 def test_requests_get_the_tokens_of_generate(words: tuple[str, ...]) -> None:
     check_tokens(run("lockstep", *words))
 

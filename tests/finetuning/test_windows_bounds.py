@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from torch import Tensor
 
+from runtime.serving.machine import GPU
 from tests.finetuning.windows_by_hand import ByHand, distance, float64, furthest, recipe_of
 from tests.support.reference import compare, greedy
 from traces.serving.request import Sample
@@ -67,3 +70,19 @@ def test_requests_get_the_tokens_of_generate_beside_windows(family: str) -> None
     outputs = {i: made.machine.outputs(i) for i in made.prompts}
     expected = {i: greedy(made.spec, tuple(ids), 12) for i, ids in made.prompts.items()}
     assert compare(outputs, expected) == (len(outputs), 0, [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_leave_the_rows_of_requests_as_they_are(family: str) -> None:
+    """Keys and values of requests have equal bits, whatever a window beside them adds."""
+    found = list[Tensor]()
+    for scale in (0.0, 1.0):
+        made = ByHand(family, recipe_of(family, "lora_all"), [Sample(60)])
+        for name, parameter in made.trainee.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.mul_(scale)
+        made.randomly(random.Random(2))
+        pages = [page for i in made.prompts for page in made.served.pages[i]]
+        found.append(made.machine.arenas[GPU].pages[pages].nan_to_num(nan=7.0))
+    assert len(found[0])
+    assert torch.equal(found[0], found[1])
