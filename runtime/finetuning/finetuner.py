@@ -86,16 +86,18 @@ class Finetuner:
             self._optimizer.num_sections, in_windows=True,
         )  # fmt: skip
         self._again = {u for u, unit in enumerate(layout.units) if unit.mode is Mode.RECOMPUTE}
-        self._at = {p: i for own_ in self._states.chunks for i, p in enumerate(own_)}
+        self._at = {p: i for chunk in self._states.chunks for i, p in enumerate(chunk)}
         self._losses = torch.full((job.num_steps * job.microbatches,), torch.nan)
         self._ids: tuple[int, Tensor] = (-1, torch.empty(0))
 
     # ---- windows forward
     def ids(self, microbatch: int) -> Tensor:
-        """Token ids of a sample, [1, tokens]."""
-        if self._ids[0] != microbatch:
-            self._ids = microbatch, torch.tensor(self._batches.ids(microbatch), dtype=torch.int64)
-        return self._ids[1]
+        """Token ids of a sample, [1, tokens]. Safe to call from several threads."""
+        found = self._ids  # read once: the engine's thread may be at the next sample already
+        if found[0] != microbatch:
+            found = microbatch, torch.tensor(self._batches.ids(microbatch), dtype=torch.int64)
+            self._ids = found
+        return found[1]
 
     @torch.no_grad()
     def forward(self, window: SampleWindow, slots: Tensor) -> None:
@@ -260,7 +262,7 @@ class Finetuner:
             return
         for chunk, trains in enumerate(self._states.trains):
             if trains:
-                sample = self._sum(regions.sample_gradient(self.job.job_id, chunk).region, chunk)
+                sample = self._sum(self._of_sample(chunk), chunk)
                 self._sum(self._states.gradient(chunk), chunk).add_(sample)
 
     # ---- updates
@@ -310,12 +312,18 @@ class Finetuner:
 
     def _add(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Adds gradients of parameters to the sums of the sample under way."""
+        sums = dict[int, Sequence[Tensor]]()
         for p, gradient in zip(parameters, gradients, strict=True):
             chunk = self._states.chunk_of[p]
-            region = self._states.gradient(chunk)
-            if self.job.microbatches > 1:
-                region = regions.sample_gradient(self.job.job_id, chunk).region
-            self._parts(region, chunk)[self._at[p]].add_(gradient.reshape(-1))
+            if chunk not in sums:
+                sums[chunk] = self._parts(self._of_sample(chunk), chunk)
+            sums[chunk][self._at[p]].add_(gradient.reshape(-1))
+
+    def _of_sample(self, chunk: int) -> Region:
+        """Where gradients of the sample under way are: the step's, if it has no other sample."""
+        if self.job.microbatches == 1:
+            return self._states.gradient(chunk)
+        return regions.sample_gradient(self.job.job_id, chunk).region
 
     def _parts(self, region: Region, chunk: int) -> Sequence[Tensor]:
         """The sums in a region, flat, one per parameter of the chunk."""

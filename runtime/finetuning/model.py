@@ -86,7 +86,7 @@ class FinetunedModel:
         AttentionMaskInterface.register(NAME, _no_mask)
         self.model, self.shares = model.eval(), shares  # a window draws no dropout
         units = Units(model)
-        self.first, self.trained_of, self.tables = units.first, units.trained_of, units.tables
+        self.first, self.trained_of = units.first, units.trained_of
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model
         plain.config._attn_implementation = NAME
         body = plain.base_model

@@ -92,6 +92,11 @@ class ModelStates:
         for chunk in range(len(self.chunks)):
             self._bind(chunk)
 
+    @property
+    def may_end(self) -> bool:
+        """Whether states may be freed: a job in windows can end with the last request."""
+        return self.has_ended or self._in_windows
+
     # ---- regions
     def weight(self, chunk: int) -> Region:
         return regions.weight(self.job_id, chunk).region
@@ -167,7 +172,7 @@ class ModelStates:
             self._read_first(chunk, self.numbers(chunk, storage))
 
         def before_loss(storage: UntypedStorage) -> None:
-            if not self.has_ended:
+            if not self.may_end:
                 raise LostContents(f"{named(self.weight(chunk))} has no other copy as new")
             own = zip(self.chunks[chunk], self._copies(chunk, storage), strict=True)
             self._results.update(own)
@@ -191,7 +196,7 @@ class ModelStates:
                 self._read_first(chunk, sections[0])
 
         def before_loss(_: UntypedStorage) -> None:
-            if not self.has_ended:
+            if not self.may_end:
                 raise LostContents(f"{named(self.optimizer(chunk))} has no other copy as new")
 
         home = UntypedStorage(0, device=self._store.device)

@@ -128,6 +128,16 @@ def test_a_tight_run_in_measured_time(backend: str) -> None:
     assert found.losses == pytest.approx(roomy.losses, rel=1e-6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_may_end_with_the_last_request(backend: str) -> None:
+    """Its steps are not through, and its adapters are those of the last whole step."""
+    words = ("training.until_served=true", "training.num_steps=500", "training.data.count=50")
+    found = run(backend, *words)
+    assert 0 < sum(not math.isnan(loss) for loss in found.losses) < len(found.losses)
+    assert any("lora_B" in name and bool(weight.any()) for name, weight in found.weights.items())
+    check_tokens(found)
+
+
 def check_tokens(found: Run) -> None:
     """Every request has the tokens of generate, near ties counted apart."""
     model = build_model(found.spec.spec, found.spec.seed, attention="sdpa")
