@@ -88,6 +88,7 @@ class Finetuner:
         self._again = {u for u, unit in enumerate(layout.units) if unit.mode is Mode.RECOMPUTE}
         self._at = {p: i for chunk in self._states.chunks for i, p in enumerate(chunk)}
         self._losses = torch.full((job.num_steps * job.microbatches,), torch.nan)
+        self._so_far = torch.zeros(())  # loss of the sample under way
         self._ids: tuple[int, Tensor] = (-1, torch.empty(0))
 
     # ---- windows forward
@@ -148,8 +149,9 @@ class Finetuner:
             self._add(trained, to_parameters)
             loss = found.detach()
         self._append(self._passed, [own(gradient).untyped_storage()])
-        before = self._losses[microbatch] if window.start else 0.0
-        self._losses[microbatch] = before + loss
+        self._so_far = self._so_far + loss if window.start else loss
+        if window.stop == sample.tokens:
+            self._losses[microbatch] = self._so_far
 
     # ---- windows back
     @torch.no_grad()

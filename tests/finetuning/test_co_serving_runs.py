@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
@@ -17,7 +17,7 @@ from runtime.serving.model import build_model
 from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.machines import prompts_of
+from tandem.wiring.machines import on_cpu, on_gpus, prompts_of
 from tandem.wiring.run_spec import RunSpec, run_spec_of
 from tests.support.reference import compare, generate
 from tests.training.training_runs import Result
@@ -149,13 +149,21 @@ def check_tokens(found: Run) -> None:
     assert (equal + ties, wrong) == (len(requests), [])
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("replicas=2",), "replicas"),
-    ],
-)
-def test_what_is_not_computed_is_told_in_one_line(words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ValueError, match=told) as raised:
-        run("lockstep", *words)
+def test_replicas_are_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="replicas") as raised:
+        run("lockstep", "replicas=2")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_gpu_is_refused_in_one_line() -> None:
+    found = run_spec_of(composed([*SMALL]))
+    with pytest.raises(ValueError, match="take backend=cpu, or predict it") as raised:
+        on_gpus(found, ["cuda:0"], kernels=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_finetuning_alone_is_refused_in_one_line() -> None:
+    found = replace(run_spec_of(composed([*SMALL])), requests=())
+    with pytest.raises(ValueError, match="trace=none has none") as raised:
+        on_cpu(found)
     assert "\n" not in str(raised.value)
