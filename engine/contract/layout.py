@@ -213,7 +213,17 @@ def lay_out_windows(
         own = _in_order(where[p] for p in unit.parameters if p in where)
         units.append(Unit(own, own, mode, 0, 0, 0, 0, 0))
     first = [bool(unit.trained) for unit in units].index(True)
-    return TrainingLayout(made, tuple(units), first, windows=shape.windows)
+    return TrainingLayout(made, tuple(units), first, windows=_windows_in(shape.windows, modes))
+
+
+def _windows_in(windows: WindowBytes, modes: Sequence[Mode]) -> WindowBytes:
+    """Bytes per token where a unit that runs again keeps its input alone until then.
+
+    A backward has room for a copy of all that a layer keeps, and so for what is computed again.
+    """
+    pairs = zip(modes, windows.kept, strict=True)
+    kept = [windows.hidden if n and m is Mode.RECOMPUTE else n for m, n in pairs]
+    return replace(windows, kept=tuple(kept))
 
 
 def _trained_chunk(shape: TrainingShape, parameters: Sequence[int]) -> Chunk:

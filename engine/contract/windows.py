@@ -176,12 +176,12 @@ class _Maker:
         is_first, is_last = self._context + tokens == total, self._context == 0
         own = [kept(self._id, u, device=at) for u in units if self._bytes.kept[u]]
         passed, kv = hidden_gradient(self._id, device=at), kv_place(self._id, device=at)
-        work_bytes = tokens * max([self._bytes.backward[u] for u in units])
+        keys = self._page.count(total) * self._page.tokens
+        work_bytes = self._bytes.backward.of(units, tokens, keys)
         sizes, reads = self._summed(), [*self._weights(), *own, kv, passed]
         frees = list[Place]()
-        if work_bytes:
-            sizes.append((workspace(self._id, device=at), work_bytes))
-            frees.append(workspace(self._id, device=at))
+        sizes.append((workspace(self._id, device=at), work_bytes))
+        frees.append(workspace(self._id, device=at))
         if not (is_first and is_last):  # the sums of a unit begin with its first window
             sums = kv_gradient(self._id, units.start, device=at)
             sizes.append((sums, total * self._bytes.kv_gradient))
@@ -194,7 +194,9 @@ class _Maker:
             added = self._added()
             sizes += added
             written += [place for place, _ in added]
-            frees += [place for place in self._sums() if added]
+            of_sample = self._sums() if added else []
+            reads += [place for place in of_sample if place not in written]
+            frees += of_sample
         return WindowFootprint(tuple(reads), tuple(written), tuple(sizes), tuple(frees))
 
     def update(self) -> WindowFootprint:

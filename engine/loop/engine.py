@@ -198,6 +198,7 @@ class Engine(Lifecycle):
         self._moments = 0  # asked for in a row, while nothing was issued, arrived or ended
         self._num_requests = 0  # of the trace
         self._may_stop = False  # whether a training job ends with the last request
+        self._is_issuing = False  # a plan is booked, and its operations have not started
 
     @property
     def recorder(self) -> Recorder:
@@ -311,9 +312,14 @@ class Engine(Lifecycle):
         self.state.wakeup.tell()
 
     def _stop_with_serving(self) -> None:
-        """Training jobs that go on only while requests are served end with the last of them."""
+        """Training jobs that go on only while requests are served end with the last of them.
+
+        A plan that is booked starts before: it may take and free memory of these jobs.
+        """
         state, count = self.state, self._num_requests
         if not self._may_stop or not count or state.recorder.ended_requests < count:
+            return
+        if self._is_issuing:
             return
         for job in [*state.jobs.training, *state.jobs.waiting]:
             if job.training is not None and job.training.spec.until_served:
@@ -332,9 +338,12 @@ class Engine(Lifecycle):
         self._check_progress(plan, launches)
         host_ns = self._prepared(plan, device, launches)
         wait_ns, env = due_ns(self.state.executor, host_ns), self.state.env
+        self._is_issuing = True
         if wait_ns and not passed_to(env, self.state.now_ns + wait_ns):
             yield simpy.Timeout(env, wait_ns)
         self._issuing.start(plan, launches, self.settle)
+        self._is_issuing = False
+        self._stop_with_serving()
 
     def _booked(self, plan: Plan, device: int, moves: Moves | None) -> list[Launch]:
         """Books a plan; jobs restart, leave and move on as it says."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from models.parameters import lora_targets, model_parameters
 from models.spec import DTYPE_BYTES, ModelSpec
 from models.training.shape import TrainingShape, UnitShape, WindowBytes, optimizer_item_bytes
+from models.training.tape_known import BackwardBytes
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
@@ -37,12 +38,11 @@ def finetuning_shape(spec: ModelSpec, job: TrainingJob) -> TrainingShape:
     item_bytes, layers = DTYPE_BYTES[recipe.dtype], spec.num_layers
     trains = [any(parameters[p].trains for p in own) for own in owned]
     kept = kept_token_bytes(spec, recipe)
-    backward = backward_token_bytes(spec, recipe)
     windows = WindowBytes(
         (0, *[kept] * layers, 0),
         spec.hidden_size * item_bytes,
         2 * spec.kv_size * SUM_BYTES,
-        (0, *[backward] * layers, 0),
+        BackwardBytes(spec, recipe),
     )
     units = tuple([UnitShape(own, 0, 0, 0, 0, 0) for own in owned])
     assert any(trains), "the recipe leaves something to train"
@@ -69,24 +69,6 @@ def kept_token_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     numbers += spec.kv_size if spec.norms_heads else 0
     numbers += len(adapted(spec, recipe)) * (recipe.lora_rank or 0)
     return numbers * DTYPE_BYTES[recipe.dtype] + spec.num_heads * SUM_BYTES
-
-
-def backward_token_bytes(spec: ModelSpec, recipe: Recipe) -> int:
-    """Workspace of a layer's backward per token of its window.
-
-    At its peak, in the MLP, are the two norms' outputs, the activation and what it was made of,
-    their gradients, and the gradient that came in.
-
-    Args:
-        spec: The model.
-        recipe: Its dtype is read.
-
-    Returns:
-        Bytes beside what is kept.
-    """
-    inner = (2 if spec.is_gated else 1) * spec.intermediate_size
-    numbers = 4 * spec.hidden_size + 2 * inner + 2 * spec.intermediate_size
-    return numbers * DTYPE_BYTES[recipe.dtype]
 
 
 def adapted(spec: ModelSpec, recipe: Recipe) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from models.parameters import Parameter, layer_name, model_parameters
 from models.spec import DTYPE_BYTES, ModelSpec
 from models.training.tape import Tape, Value
+from models.training.tape_known import BackwardBytes
 from models.training.tape_layers import UnitForward
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
@@ -43,19 +44,19 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class WindowBytes:
-    """Bytes of a finetuning job, per token of its sample.
+    """Bytes of a finetuning job; all but workspace are per token of its sample.
 
     Attributes:
         kept: By unit, of what its forward keeps for its backward.
         hidden: Of the gradient of hidden states.
         kv_gradient: Of the float32 gradients of a layer's keys and values.
-        backward: By unit, of the workspace of its backward.
+        backward: Workspace of a backward, by the size of its window.
     """
 
     kept: tuple[int, ...]
     hidden: int
     kv_gradient: int
-    backward: tuple[int, ...]
+    backward: BackwardBytes
 
 
 @dataclass(frozen=True, slots=True)

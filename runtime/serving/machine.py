@@ -201,13 +201,17 @@ class ServingMachine(Machine[Prepared]):
 
     def _forward(self, packed: Packed, layers: range, slices: Sequence[Slice]) -> Tensor | None:
         """Runs rows through layers; returns the sampled tokens, [R], behind the last layer."""
-        hidden = self._enter(slices) if layers.start else self._embed(packed)
+        hidden = self._enter(slices) if layers.start else self.embed(packed)
         angles = self.decoder.angles(hidden, packed.positions)
         for layer in layers:
             hidden = self.decoder.layer(layer, hidden, angles, packed.rows)
         packed.rows.scratch.clear()
         if layers.stop < self.spec.num_layers:
             self._leave(packed, slices, hidden)
+        return self.sample(packed, hidden)
+
+    def sample(self, packed: Packed, hidden: Tensor) -> Tensor | None:
+        """The tokens of rows behind the last layer, [R]; None where the launch yields none."""
         if packed.draw is None:
             return None
         logits = self.decoder.logits(hidden, packed.draw.rows)
@@ -215,7 +219,8 @@ class ServingMachine(Machine[Prepared]):
         self._ring.index_copy_(0, packed.draw.tickets, tokens)
         return tokens
 
-    def _embed(self, packed: Packed) -> Tensor:
+    def embed(self, packed: Packed) -> Tensor:
+        """The rows below the first layer, [1, T, hidden]."""
         ids = packed.ids
         if packed.in_flight is not None:
             rows, tickets = packed.in_flight

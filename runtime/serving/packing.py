@@ -249,6 +249,7 @@ class Packer:
             buckets: Rows of the decode graphs.
         """
         self.transcripts = Transcripts(prompts)
+        self.page_tokens = arena.page_tokens
         self._arena, self._sampling = arena, sampling
         self._device, self._pads_decodes = device, pads_decodes and shared is None
         self._shared, self._buckets = shared, tuple(buckets)
@@ -267,10 +268,14 @@ class Packer:
         tables = table_of([job.pages[:count] for job, count in zip(jobs, counts, strict=True)])
         return Frame(tuple(pieces), bucket, self._send(padded), self._send(tables))
 
-    def pack(self, pieces: Sequence[Piece], samples: bool = True) -> Packed:
-        """All index tensors of a launch. `samples` is False where the last layers come later."""
-        prefills = [piece for piece in pieces if piece.tokens > 1]
-        decodes = [piece for piece in pieces if piece.tokens == 1]
+    def pack(self, pieces: Sequence[Piece], samples: bool = True, windows: int = 0) -> Packed:
+        """All index tensors of a launch. `samples` is False where the last layers come later.
+
+        The first `windows` pieces finetune: they are the first prefill slices, of any length.
+        """
+        own, served = pieces[:windows], pieces[windows:]
+        prefills = [*own, *(piece for piece in served if piece.tokens > 1)]
+        decodes = [piece for piece in served if piece.tokens == 1]
         if self._pads_decodes:
             decodes.sort(key=self._bucket)
         ordered, split = (*prefills, *decodes), len(prefills)

@@ -57,6 +57,7 @@ class ModelStates:
         store: RegionStore,
         dtype: torch.dtype,
         num_sections: int,
+        in_windows: bool = False,
     ) -> None:
         """
         Args:
@@ -66,6 +67,8 @@ class ModelStates:
             store: Where regions have memory.
             dtype: Of weights and gradients.
             num_sections: Of optimizer states, see Optimizer.num_sections.
+            in_windows: The job finetunes in windows: what is frozen is in no chunk and stays where
+                it is, and gradients have other places.
 
         Raises:
             ValueError: A parameter is in no chunk or in two, or a chunk mixes frozen and trained
@@ -74,9 +77,10 @@ class ModelStates:
         self.job_id, self.chunks, self._store = job_id, tuple(map(tuple, chunks)), store
         self.parameters = list(model.parameters())
         self.dtype, self._num_sections = dtype, num_sections
-        self.trains = _whether_chunks_train(self.chunks, self.parameters)
+        self.trains = _whether_chunks_train(self.chunks, self.parameters, in_windows)
+        self._in_windows = in_windows
         self.chunk_of = {p: c for c, own in enumerate(self.chunks) for p in own}
-        self._sizes = [[self.parameters[p].numel() for p in own] for own in self.chunks]
+        self.sizes = [[self.parameters[p].numel() for p in own] for own in self.chunks]
         self.pending: set[int] = set()  # chunks with gradients that no update has used
         self.has_ended = False
         self._names = _names(model, self.parameters)
@@ -87,6 +91,11 @@ class ModelStates:
         self._home_states: dict[int, Own[Sequence[Tensor]]] = {}  # optimizer states by chunk
         for chunk in range(len(self.chunks)):
             self._bind(chunk)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether states may be freed: a job in windows can end with the last request."""
+        return self.has_ended or self._in_windows
 
     # ---- regions
     def weight(self, chunk: int) -> Region:
@@ -102,11 +111,11 @@ class ModelStates:
     def numbers(self, chunk: int, storage: UntypedStorage) -> Sequence[Tensor]:
         """The flat weights in a storage of the chunk, one tensor per parameter."""
         home, parts = self._home_weights[chunk]
-        return parts if storage is home else flat_parts(storage, self.dtype, self._sizes[chunk])
+        return parts if storage is home else flat_parts(storage, self.dtype, self.sizes[chunk])
 
     def gradients(self, chunk: int, storages: Sequence[UntypedStorage | None]) -> list[Tensor]:
         """The flat gradients in the storages of the chunk, one tensor per parameter."""
-        own = zip(self._sizes[chunk], storages, strict=False)  # the storage behind them is filler
+        own = zip(self.sizes[chunk], storages, strict=False)  # the storage behind them is filler
         return [typed(present(storage), self.dtype, (size,)) for size, storage in own]
 
     def sections(self, chunk: int, storage: UntypedStorage) -> Sequence[Sequence[Tensor]]:
@@ -116,7 +125,7 @@ class ModelStates:
             return parts
         count = storage.nbytes() // (self._num_sections * MASTER.itemsize)
         starts = range(0, count * self._num_sections, count)
-        found = [flat_parts(storage, MASTER, self._sizes[chunk], at) for at in starts]
+        found = [flat_parts(storage, MASTER, self.sizes[chunk], at) for at in starts]
         if storage is home:  # its size is the final one from here on
             self._home_states[chunk] = Own(home, found)
         return found
@@ -133,12 +142,13 @@ class ModelStates:
             if storage is not None:
                 found.update(zip(own, self._copies(chunk, storage), strict=True))
         found = {**self._first, **found}
-        return {name: found[p].view(self.parameters[p].shape) for name, p in self._names.items()}
+        names = {name: p for name, p in self._names.items() if p in found}
+        return {name: found[p].view(self.parameters[p].shape) for name, p in names.items()}
 
     # ---- binding
     def _bind(self, chunk: int) -> None:
         """Makes the chunk's parameters views of a storage that is empty until it is grown."""
-        sizes = self._sizes[chunk]
+        sizes = self.sizes[chunk]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._store.device)
         parts = flat.split(sizes)
         for p, part in zip(self.chunks[chunk], parts, strict=True):
@@ -152,7 +162,8 @@ class ModelStates:
         self._declare_weights(chunk, home)
         if not self.trains[chunk]:
             return
-        self._declare_gradients(chunk)
+        if not self._in_windows:
+            self._declare_gradients(chunk)
         if self._num_sections:
             self._declare_optimizer(chunk)
 
@@ -161,7 +172,7 @@ class ModelStates:
             self._read_first(chunk, self.numbers(chunk, storage))
 
         def before_loss(storage: UntypedStorage) -> None:
-            if not self.has_ended:
+            if not self.may_end:
                 raise LostContents(f"{named(self.weight(chunk))} has no other copy as new")
             own = zip(self.chunks[chunk], self._copies(chunk, storage), strict=True)
             self._results.update(own)
@@ -173,7 +184,7 @@ class ModelStates:
             if chunk in self.pending:
                 raise LostContents(f"{named(self.gradient(chunk))} has not been used for an update")
 
-        sizes = [size * self.dtype.itemsize for size in self._sizes[chunk]]
+        sizes = [size * self.dtype.itemsize for size in self.sizes[chunk]]
         self._store.declare(self.gradient(chunk), State(before_loss, sizes=sizes))
 
     def _declare_optimizer(self, chunk: int) -> None:
@@ -185,7 +196,7 @@ class ModelStates:
                 self._read_first(chunk, sections[0])
 
         def before_loss(_: UntypedStorage) -> None:
-            if not self.has_ended:
+            if not self.may_end:
                 raise LostContents(f"{named(self.optimizer(chunk))} has no other copy as new")
 
         home = UntypedStorage(0, device=self._store.device)
@@ -206,11 +217,12 @@ class ModelStates:
 
 
 def _whether_chunks_train(
-    chunks: Sequence[Sequence[int]], parameters: Sequence[torch.nn.Parameter]
+    chunks: Sequence[Sequence[int]], parameters: Sequence[torch.nn.Parameter], in_windows: bool
 ) -> list[bool]:
     """Whether each chunk trains. ValueError unless each parameter is in one chunk of its kind."""
-    if sorted(p for own in chunks for p in own) != list(range(len(parameters))):
-        raise ValueError(f"chunks must hold each of the {len(parameters)} parameters once")
+    whole = [p for p, own in enumerate(parameters) if own.requires_grad or not in_windows]
+    if sorted(p for own in chunks for p in own) != whole:
+        raise ValueError(f"chunks must hold each of the {len(whole)} parameters once")
     kinds = [{parameters[p].requires_grad for p in own} for own in chunks]
     for chunk, kind in enumerate(kinds):
         if len(kind) != 1:

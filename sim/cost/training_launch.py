@@ -253,7 +253,10 @@ def workspace_of(op: Compute, piece: Slice) -> int | None:
         return max(layout.chunks[c].update_bytes for c in piece.layers or training.trained_by)
     if layout.windows is not None:
         own = piece.layers or range(layout.num_units)
-        return piece.tokens * max(layout.windows.backward[u] for u in own)
+        if piece.work is not Work.BACKWARD:
+            return 0
+        total = training.spec.tokens_of(piece.microbatch)
+        return layout.windows.backward.of(own, piece.tokens, total)
     work, numbers = _work(op, piece), piece.layers or range(layout.num_units)
     return max(_workspace(layout, unit, work) for unit in numbers)
 

@@ -21,6 +21,7 @@ from traces.serving.request import prompt_of
 
 if TYPE_CHECKING:  # torch comes with them
     from runtime.executors.machine import Machine
+    from runtime.finetuning.machine import FinetuningMachine
     from runtime.serving.machine import ServingMachine
     from runtime.training.machine import TrainingMachine
 
@@ -100,6 +101,8 @@ def on_cpu(run_spec: RunSpec) -> Machine[Any]:
     from runtime.serving.model import build_model
 
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
+    if finetunes(run_spec):
+        return finetuning_machine(run_spec)
     training = training_machine(run_spec)
     if not run_spec.requests:
         return _joined([], training)
@@ -107,8 +110,54 @@ def on_cpu(run_spec: RunSpec) -> Machine[Any]:
     return _joined(machines(run_spec, [model] * run_spec.replicas), training)
 
 
+def finetunes(run_spec: RunSpec) -> bool:
+    """Whether jobs of a run finetune on samples, in windows of tokens."""
+    return any(trainee.job.finetunes for trainee in run_spec.trainees)
+
+
+def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
+    """What serves and finetunes on this CPU: adapters over the one model that is served.
+
+    ValueError where nothing is served, whose pages and weights a job would use.
+    """
+    from runtime.finetuning.finetuner import Finetuner
+    from runtime.finetuning.machine import FinetuningMachine
+    from runtime.finetuning.model import FinetunedModel
+    from runtime.serving.model import build_model
+    from runtime.training.store import RegionStore
+
+    if not run_spec.requests:
+        raise ValueError(
+            "training: a job finetunes in windows beside requests, and trace=none has none; "
+            "predict it with backend=sim, or take training=sample with a policy that trains"
+        )
+    if run_spec.replicas > 1:
+        raise ValueError(
+            f"replicas={run_spec.replicas}: finetuning beside requests is computed on one device; "
+            "take replicas=1, or backend=sim"
+        )
+    (serving,) = machines(run_spec, [build_model(run_spec.spec, run_spec.seed)])
+    served, arena = serving.decoder.model, serving.arenas[Tier.GPU, 0]
+    store, layout, found = RegionStore(), run_spec.room.layout, dict[int, Any]()
+    for asked in run_spec.trainees:
+        job = asked.job
+        model = FinetunedModel.of(served, asked.spec, job.recipe)
+        found[job.job_id] = Finetuner(
+            job, model, layout.training[job.job_id], asked.batches, store, arena
+        )
+    return FinetuningMachine(serving, found, store, layout.places)
+
+
 def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Machine[Any]:
-    """The model on these GPUs, one each; what trains does so on the first."""
+    """The model on these GPUs, one each; what trains does so on the first.
+
+    ValueError where a job finetunes in windows, which only a CPU computes.
+    """
+    if finetunes(run_spec):
+        raise ValueError(
+            "backend=cuda: finetuning in windows is computed on the CPU alone; take backend=cpu, "
+            "or predict it with backend=sim"
+        )
     from runtime.serving.model import build_model
 
     training = training_machine(run_spec, gpus[0])

@@ -31,7 +31,7 @@ FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
     "engine": 41,  # windows of a sample
-    "runtime": 42,
+    "runtime": 48,  # finetuning beside requests
     "tandem": 40,  # a verb of its own with the protocol of fidelity behind it
     "traces": 33,  # samples
     "policies": 42,  # co-serving and its rivals

@@ -66,6 +66,10 @@ ROOMS: dict[str, set[str]] = {
     "runtime": set(),
     "runtime.client": {"traces"},
     "runtime.executors": {CONTRACT, "runtime.measure", "runtime.serving", "runtime.training"},
+    "runtime.finetuning": {
+        *(CONTRACT, *BELOW, "runtime.executors.machine"),
+        *("runtime.serving", "runtime.training"),
+    },
     "runtime.kernels": {"models", "runtime.serving"},
     "runtime.measure": {
         *(CONTRACT, *BELOW, "runtime.executors.machine"),

@@ -28,7 +28,7 @@ from tests.policies.finetuning_jobs import (
 from tests.support.replays import Replay, random_requests, replay
 from traces.serving.request import Request, Sample, TrainingJob
 
-PAGES = (130, 150, 180, 220, 400)
+PAGES = (145, 160, 180, 220, 400)
 
 
 def slices_of(plan: Plan) -> list[Slice]:
@@ -76,7 +76,7 @@ def test_laws_hold_under_pressure(
 def test_samples_give_way_in_these_replays() -> None:
     """The pressure is real: samples began anew, and their work was done again."""
     requests = random_requests(0, 30, rate=2000)
-    found = run([random_job(random.Random(0), 1000, microbatches=2)], requests, 130).check()
+    found = run([random_job(random.Random(0), 1000, microbatches=2)], requests, PAGES[0]).check()
     restarts = [job.job_id for plan in found.plans for job in plan.restart if job.training]
     assert restarts and set(restarts) == {1000}
 

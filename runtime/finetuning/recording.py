@@ -1,0 +1,197 @@
+"""Keeps what a backward needs while a window runs: by itself, or in a launch that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from runtime.finetuning.products import ATTENTION, LOG_SUMS, LayerProduct, Role, own, unread
+from runtime.serving.kv import Arena
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA calls on a CPU
+
+
+def weight_of(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """The matrix of a product: of nn.Linear, or of GPT-2's Conv1D; None of other functions."""
+    if func is linear:
+        return args[1]  # type: ignore[no-any-return]
+    return args[2] if func is torch.addmm else None
+
+
+class WindowKV:
+    """The keys and values of a sample up to the end of a window, in the pages of its job."""
+
+    def __init__(self, arena: Arena, table: Tensor, start: int, tokens: int) -> None:
+        """
+        Args:
+            arena: The pages.
+            table: Page ids of the job, as many as hold the window's last token.
+            start: First token of the window in the sample.
+            tokens: Tokens of the window.
+        """
+        self._arena, self._table, self.start, self.tokens = arena, table, start, tokens
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Puts the window's keys and values, [1, kv_heads, tokens, D], into their slots."""
+        rows = self._arena.rows(layer)
+        rows.select(1, 0).index_copy_(0, slots, key[0].transpose(0, 1))
+        rows.select(1, 1).index_copy_(0, slots, value[0].transpose(0, 1))
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens up to the window's end, [1, kv_heads, tokens, D]."""
+        pages = self._arena.layer(layer).index_select(0, self._table)
+        rows = pages.flatten(0, 1)[: self.start + self.tokens]
+        keys, values = rows.unbind(1)
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """[1, 1, tokens, keys], added to the scores: a row sees all before it and itself.
+
+        None at the beginning of a sample, where the scores are causal as they are.
+        """
+        if not self.start:
+            return None
+        shape = (1, 1, self.tokens, self.start + self.tokens)
+        return torch.full(shape, float("-inf"), dtype=dtype).triu_(self.start + 1)
+
+
+class Recording(TorchFunctionMode):
+    """Around a layer's module: keeps the products of a window, and attends over its pages.
+
+    `kept` has them by name, [tokens, width] each. A window that runs again computes them alone: its
+    output is of no use.
+    """
+
+    def __init__(self, roles: Mapping[int, Role], kv: WindowKV, slots: Tensor | None) -> None:
+        """
+        Args:
+            roles: Of the layer's matrices.
+            kv: The pages of the window.
+            slots: Where its keys and values go; None: it runs again, and they are there already.
+        """
+        super().__init__()
+        self._roles, self._kv, self._slots = roles, kv, slots
+        self.kept: dict[str, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        role = self._roles.get(id(weight_of(func, args)))
+        if role is not None and not role.kept and self._slots is None:
+            return unread(args[0] if func is linear else args[1], role.width)
+        out = func(*args, **(kwargs or {}))
+        if role is not None and role.kept:
+            self.kept[role.name] = own(out.flatten(0, -2)[:, : role.kept])
+        return out
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor:
+        """[1, heads, tokens, D] and kv_heads of the window -> [1, tokens, heads, D]."""
+        if self._slots is not None:
+            self._kv.write(layer, self._slots, key, value)
+        if self._kv.start or self._slots is None:
+            key, value = self._kv.read(layer)
+        mask = self._kv.mask(query.dtype)
+        out, sums = flash(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+        rows: Tensor = out[0].transpose(0, 1)
+        self.kept[ATTENTION] = own(rows.flatten(1))
+        self.kept[LOG_SUMS] = own(sums[0].transpose(0, 1))
+        return rows[None]
+
+
+class FusedWindow:
+    """The rows [first, first + tokens) of a packed launch that finetune, with their adapters."""
+
+    def __init__(self, products: Mapping[int, LayerProduct], first: int, tokens: int) -> None:
+        """
+        Args:
+            products: All products of the job's layers, by address of the matrix.
+            first: The first row of the window.
+            tokens: Its rows.
+        """
+        self._products, self.rows = products, slice(first, first + tokens)
+        self.kept: dict[str, Tensor] = {}
+
+    def began(self, hidden: Tensor) -> Tensor:
+        """A copy of the window's rows of a layer's input, [1, T, hidden]."""
+        return hidden[0, self.rows].clone()
+
+    def take(self, weight: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Keeps the window's part of a product, and adds its adapters there.
+
+        Args:
+            weight: A matrix, or some that lie behind each other as one.
+            rows: What it was applied to, [T, inputs].
+            out: What it has made, [T, outputs]; changed in place.
+        """
+        for columns, product in self._parts(weight):
+            part = out[self.rows, columns]
+            if product.kept:
+                self.kept[product.name] = part[:, : product.kept].clone()
+            if product.down is not None and product.up is not None:
+                narrow = linear(rows[self.rows], product.down)
+                self.kept[f"{product.name}.lora_A"] = narrow
+                part += linear(narrow, product.up) * product.scale
+
+    def _parts(self, weight: Tensor) -> list[tuple[slice, LayerProduct]]:
+        """The products of a matrix, and their columns in what it makes."""
+        found, at = list[tuple[slice, LayerProduct]](), 0
+        step = weight.shape[-1] * weight.itemsize
+        while product := self._products.get(weight.data_ptr() + at * step):
+            found.append((slice(at, at + product.width), product))
+            at += product.width
+            if at >= len(weight):  # of joint matrices each has its rows; Conv1D's is alone
+                break
+        return found
+
+    def attended(self, out: Tensor, sums: Tensor) -> None:
+        """Keeps attention's output [kv_heads, shared, tokens, D] and its logarithms of sums."""
+        self.kept[ATTENTION] = own(out.permute(2, 0, 1, 3).flatten(1))
+        self.kept[LOG_SUMS] = own(sums.permute(2, 0, 1).flatten(1))
+
+
+class Fusing(TorchFunctionMode):
+    """Around a layer that serves: its products and attention also serve windows.
+
+    Rows of requests are computed as ever. The packer puts windows first, so that the first slices
+    that attend are theirs.
+    """
+
+    def __init__(self, windows: Sequence[FusedWindow]) -> None:
+        super().__init__()
+        self._windows, self._slices = windows, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is scaled_dot_product_attention and self._slices < len(self._windows):
+            return self._attend(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if (weight := weight_of(func, args)) is not None:
+            rows = args[0] if func is linear else args[1]
+            for window in self._windows:
+                window.take(weight, rows.flatten(0, -2), out.flatten(0, -2))
+        return out
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        window = self._windows[self._slices]
+        self._slices += 1
+        mask = None if attn_mask is None else attn_mask[None, None]
+        out: Tensor
+        out, sums = flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+        window.attended(out, sums)
+        return out

@@ -1,0 +1,169 @@
+"""Whole runs that serve and finetune: one policy, equal plans, losses, adapters and tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import pytest
+from torch import Tensor
+
+from engine.results.plan_log import encode
+from engine.results.recorder import Recorder
+from runtime.finetuning.machine import FinetuningMachine
+from runtime.serving.model import build_model
+from tandem.config.compose import composed
+from tandem.wiring.backends import backend_of
+from tandem.wiring.experiment import engine_of
+from tandem.wiring.machines import on_cpu, on_gpus, prompts_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
+from tests.support.reference import compare, generate
+from tests.training.training_runs import Result
+from tests.training.trainings import differing
+
+SMALL = (
+    *("policy=coserve", "training=finetune", "model=tiny_llama", "model.num_layers=3"),
+    *("model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=16"),
+    *("model.intermediate_size=96", "model.vocab_size=211", "model.max_positions=128"),
+    *("trace=random", "trace.requests=6", "trace.input_tokens=30", "trace.output_tokens=24"),
+    *("training.sequence_tokens=64", "training.data.mean_tokens=40", "training.data.count=6"),
+    *("training.microbatches=2", "training.until_served=false", "training.data.prompt_share=0.2"),
+    *("scheduling.token_budget=40", "arrival=all_at_once"),
+)
+BACKENDS = ("lockstep", "cpu", "cpu backend.clock=wall")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left."""
+
+    spec: RunSpec
+    recorder: Recorder
+    losses: list[float]
+    weights: Mapping[str, Tensor]
+    outputs: Mapping[int, Sequence[int]]
+
+    @property
+    def result(self) -> Result:
+        """Losses and adapters."""
+        return self.losses, dict(self.weights)
+
+    @property
+    def log(self) -> list[str]:
+        """The plans, without their times."""
+        return [encode(row[-1]) for row in self.recorder.plans]
+
+
+@lru_cache
+def run(backend: str, *overrides: str) -> Run:
+    """Carries a small run out."""
+    point = composed([*SMALL, *f"backend={backend}".split(), *overrides])
+    found = run_spec_of(point)
+    with backend_of(found, point.config["backend"]) as world:
+        recorder = Recorder(world.meter)
+        engine_of(found, world, recorder).replay(found.work)
+        job, machine = found.trainees[0].job, world.machine
+        if not isinstance(machine, FinetuningMachine):
+            return Run(found, recorder, [], {}, {})
+        count = range(job.num_steps * job.microbatches)
+        losses = [machine.loss(job.job_id, k) for k in count]
+        outputs = {r.request_id: machine.outputs(r.request_id) for r in found.requests}
+        return Run(found, recorder, losses, machine.weights(job.job_id), outputs)
+
+
+WINDOWS_BACK = ("scheduling.backward_tokens=16",)
+UNFUSED = ("memory.fused=false",)
+WHOLE_MODEL = ("training/recipe=sgd", "training.recipe.frozen_units=2")
+GPT2 = ("model=tiny_gpt2", "model.num_kv_heads=4")
+HALF = ("model.dtype=bfloat16", "training.recipe.clip_norm=1.0")
+TIGHT = (
+    *("budget.kv_pages=52", "trace.requests=24", "training.microbatches=1"),
+    *("arrival=poisson", "arrival.rate=300"),
+)
+
+
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, UNFUSED, WHOLE_MODEL], ids=str)
+def test_equal_launches_give_equal_bits_on_every_clock(words: tuple[str, ...]) -> None:
+    expected = run("sim", *words)
+    first = run("lockstep", *words)
+    assert first.log == expected.log
+    assert not any(math.isnan(loss) for loss in first.losses)
+    for backend in BACKENDS[1:]:
+        found = run(backend, *words)
+        assert found.log == first.log
+        assert not differing(
+            (found.losses, dict(found.weights)), (first.losses, dict(first.weights))
+        )
+        assert found.outputs == first.outputs
+
+
+def test_kept_or_computed_again_gives_equal_bits() -> None:
+    """Windows run by themselves here: what is computed again has rows of its own, too."""
+    kept, again = (run("lockstep", *UNFUSED, f"planner.modes={m}") for m in ("keep", "recompute"))
+    assert not differing(again.result, kept.result)
+
+
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT, GPT2, HALF], ids=str)
+def test_requests_get_the_tokens_of_generate(words: tuple[str, ...]) -> None:
+    check_tokens(run("lockstep", *words))
+
+
+def test_a_sample_that_gives_way_begins_anew() -> None:
+    """Requests come while a sample holds the memory that they need."""
+    found = run("lockstep", *TIGHT)
+    job_id = found.spec.trainees[0].job.job_id
+    assert found.log == run("sim", *TIGHT).log
+    assert any(f'"restart":[{job_id}]' in plan for plan in found.log)
+    roomy = run("lockstep", *TIGHT, "budget.kv_pages=400")
+    assert found.losses == pytest.approx(roomy.losses, rel=1e-6)  # windows are others
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_tight_run_in_measured_time(backend: str) -> None:
+    found = run(backend, *TIGHT)
+    check_tokens(found)
+    roomy = run("lockstep", *TIGHT, "budget.kv_pages=400")
+    assert found.losses == pytest.approx(roomy.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_may_end_with_the_last_request(backend: str) -> None:
+    """Its steps are not through, and its adapters are those of the last whole step."""
+    words = ("training.until_served=true", "training.num_steps=500", "training.data.count=50")
+    found = run(backend, *words)
+    assert 0 < sum(not math.isnan(loss) for loss in found.losses) < len(found.losses)
+    assert any("lora_B" in name and bool(weight.any()) for name, weight in found.weights.items())
+    check_tokens(found)
+
+
+def check_tokens(found: Run) -> None:
+    """Every request has the tokens of generate, near ties counted apart."""
+    model = build_model(found.spec.spec, found.spec.seed, attention="sdpa")
+    prompts, requests = prompts_of(found.spec), found.spec.requests
+    expected = {
+        r.request_id: generate(model, prompts[r.request_id], r.output_tokens) for r in requests
+    }
+    equal, ties, wrong = compare(found.outputs, expected)
+    assert (equal + ties, wrong) == (len(requests), [])
+
+
+def test_replicas_are_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="replicas") as raised:
+        run("lockstep", "replicas=2")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_gpu_is_refused_in_one_line() -> None:
+    found = run_spec_of(composed([*SMALL]))
+    with pytest.raises(ValueError, match="take backend=cpu, or predict it") as raised:
+        on_gpus(found, ["cuda:0"], kernels=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_finetuning_alone_is_refused_in_one_line() -> None:
+    found = replace(run_spec_of(composed([*SMALL])), requests=())
+    with pytest.raises(ValueError, match="trace=none has none") as raised:
+        on_cpu(found)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,133 @@
+"""What finetuning holds: kept bytes by their formula, frozen weights once, nothing of autograd."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.contract import regions
+from engine.contract.layout import Mode
+from engine.contract.regions import Kind, Tier
+from models.training.kept import kept_token_bytes
+from models.training.tape_known import BackwardBytes, known_backward_bytes
+from runtime.finetuning.model import FinetunedModel
+from runtime.measure.tracker import StorageTracker, storage_bytes
+from tests.finetuning.test_co_serving_runs import WINDOWS_BACK, run
+from tests.finetuning.windows_by_hand import JOB, ByHand, cuts, recipe_of
+from tests.support.hand_made import FAMILIES, own_model
+from traces.serving.request import Sample
+
+
+@pytest.mark.broad(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_keeps_the_bytes_of_the_formula(family: str, kind: str, dtype: str) -> None:
+    made, done = ByHand(family, recipe_of(family, kind, dtype=dtype), [Sample(50)]), 0
+    made.begin()
+    nbytes = kept_token_bytes(made.spec, made.recipe)
+    for start, count in cuts(random.Random(0), 50, 20):
+        made.forward(0, start, count, *made.served.next_slices(dict.fromkeys(made.prompts, 9), 7))
+        done += count
+        for stay in made.store.stays(Tier.GPU):
+            if stay.place.region.kind is Kind.ACTIVATION and stay.place.region.part:
+                is_layer = stay.place.region.part <= made.spec.num_layers
+                assert stay.nbytes == (done * nbytes if is_layer else 0)
+
+
+def test_a_layer_that_runs_again_keeps_its_input() -> None:
+    made = ByHand("llama", recipe_of("llama", "lora_all"), [Sample(50)], modes=Mode.RECOMPUTE)
+    made.begin()
+    made.forward(0, 0, 50)
+    (stay,) = [s for s in made.store.stays(Tier.GPU) if s.place == regions.kept(JOB, 2)]
+    windows = made.layout.windows
+    assert windows is not None
+    assert stay.nbytes == 50 * windows.kept[2] == 50 * made.spec.hidden_size * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_lie_over_the_weights_that_are_served(family: str) -> None:
+    recipe = recipe_of(family, "lora_all")
+    served = own_model(replace(FAMILIES[family], dtype=recipe.dtype))
+    tracker = StorageTracker()
+    with tracker:
+        trainee = FinetunedModel.of(served, FAMILIES[family], recipe)
+    named = dict(trainee.model.named_parameters())
+    adapters = storage_bytes([p for name, p in named.items() if "lora_" in name])
+    assert tracker.live_bytes == adapters
+    frozen = {p.data_ptr() for name, p in named.items() if "lora_" not in name}
+    assert frozen == {p.data_ptr() for p in served.parameters()}
+
+
+@pytest.mark.parametrize("kind", ["lora_all", "full"])
+def test_no_graph_outlives_a_launch(kind: str) -> None:
+    made, before = ByHand("llama", recipe_of("llama", kind), [Sample(40)]), graphs()
+    made.randomly(random.Random(3))
+    assert graphs() == before
+
+
+def graphs() -> int:
+    """Tensors alive that autograd has made."""
+    gc.collect()
+    found = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return len([t for t in found if t.grad_fn is not None])
+
+
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, ("training/recipe=sgd",)], ids=str)
+def test_the_meter_reads_what_is_booked(words: tuple[str, ...]) -> None:
+    """To the byte, but for pages that a launch still reads, which are free already."""
+    found = run("lockstep", "device.host_plan_ns=0", "device.host_slice_ns=0", *words)
+    rows = [r for r in found.recorder.tables()["memory"].to_pylist() if r["tier"] == "gpu"]
+    read = [r for r in rows if r["measured_bytes"] is not None]
+    booked = [r["capacity_bytes"] - r["free_bytes"] - r["coming_bytes"] for r in read]
+    off = [r["measured_bytes"] - nbytes for r, nbytes in zip(read, booked, strict=True)]
+    page, longest = found.spec.page, found.spec.trainees[0].job.sequence_tokens
+    assert off.count(0) > len(off) / 2
+    assert {nbytes % page.nbytes for nbytes in off} == {0}
+    assert max(off) <= page.bytes_for(longest)
+
+
+WINDOWS = [(64, 0, 64), (16, 0, 64), (16, 32, 32), (16, 0, 16)]  # tokens forward; start, tokens
+
+
+@pytest.mark.broad(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_backward_takes_the_workspace_of_the_tape(family: str, kind: str, dtype: str) -> None:
+    for forward, start, tokens in WINDOWS:
+        made = ByHand(family, recipe_of(family, kind, dtype=dtype), [Sample(64)])
+        made.begin()
+        for first in range(0, 64, forward):
+            made.forward(0, first, forward)
+        made.gradients()  # sums, which are booked, have their memory already
+        made.finetuner._passing(64, "a test")
+        made.backward(0, 48, 16, range(2, 3))
+        tracker = StorageTracker()
+        with tracker:
+            made.backward(0, start, tokens, range(2, 3))
+        keys, copied = start + tokens, forward < tokens
+        peak = known_backward_bytes(made.spec, made.recipe, tokens, keys, copied)
+        assert tracker.peak_bytes == peak
+        booked = BackwardBytes(made.spec, made.recipe).of(range(2, 3), tokens, 64)
+        assert tracker.peak_bytes <= booked
+
+
+@pytest.mark.parametrize("kind", ["lora_all", "full"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_backward_through_all_units_finds_its_workspace_booked(family: str, kind: str) -> None:
+    made = ByHand(family, recipe_of(family, kind), [Sample(64)])
+    made.begin()
+    for start in range(0, 64, 16):
+        made.forward(0, start, 16)
+    made.gradients()
+    made.finetuner._passing(64, "a test")
+    units, tracker = range(made.trainee.first, made.job.num_units - 1), StorageTracker()
+    with tracker:
+        made.backward(0, 0, 64, units)
+    booked = BackwardBytes(made.spec, made.recipe).of(units, 64, 64)
+    assert 0.8 * booked < tracker.peak_bytes <= booked
