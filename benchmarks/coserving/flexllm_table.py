@@ -30,11 +30,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from engine.contract.executor import Launch
-from engine.contract.job import TrainingProgress
+from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region, Tier, Work
-from engine.contract.windows import sample_bytes
+from engine.contract.windows import sample_bytes, windows_of
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
@@ -281,7 +281,8 @@ def replay(
     layout = Layout({**planned.places, **weights}, planned.training)
     static = sum(sample_bytes(progress, page, 0).values())  # beside their KV, as in FlexLLM
     grown = sum([2 * chunk.gradient_bytes for chunk in planned.training[job.job_id].chunks])
-    work_bytes = SAMPLE_TOKENS * max(shapes[job.job_id].windows.backward)  # type: ignore[union-attr]
+    keys, every = page.count(SAMPLE_TOKENS) * PAGE_TOKENS, range(spec.num_layers + 2)
+    work_bytes = windows_of(layout_of(progress)).backward.of(every, SAMPLE_TOKENS, keys)
     kv = page.bytes_for(model.kv_tokens)
     capacity = {
         (Tier.GPU, 0): sum(layout.places.values()) + kv + static + grown + work_bytes,
