@@ -19,7 +19,9 @@ class Request:
     loop (`session` set, `turn` > 0) the request is released `think_ns` after the answer to the turn
     before it, and not before `arrival_ns`. `prefix_ids` names the blocks of `prefix_block_tokens`
     of the prompt, first block first: prompts with equal leading ids have equal leading tokens. The
-    last block may be partial. `slo` is the name of an SLO class, "" for none.
+    last block may be partial. `slo` is the name of an SLO class, "" for none. `tenant` is the name
+    of the client's tenant, and `adapter` of the adapter that its tokens run through; "" is the one
+    tenant of all, and the model without an adapter.
     """
 
     request_id: int
@@ -33,6 +35,8 @@ class Request:
     prompt_ids: tuple[int, ...] | None = None
     prefix_ids: tuple[int, ...] | None = None
     prefix_block_tokens: int = 0
+    tenant: str = ""
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if min(self.request_id, self.arrival_ns, self.think_ns, self.turn) < 0:
@@ -100,7 +104,7 @@ class TrainingJob:
     A job with `samples` finetunes: a microbatch is one of them, in their order and from the first
     again, and goes through the units in windows of tokens. `sequence_tokens` is then the length of
     the longest that the job has memory for. With `until_served` the job ends when the last request
-    of the trace has left.
+    of the trace has left. `tenant` is whose job it is, as of a Request.
     """
 
     job_id: int
@@ -118,6 +122,7 @@ class TrainingJob:
     ranks: int = 1
     samples: tuple[Sample, ...] = ()
     until_served: bool = False
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         for name in ("job_id", "arrival_ns"):
