@@ -32,14 +32,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from benchmarks.fidelity.reproduction import RESULTS, write_page
 from sim.cost.piecewise import Nodes, Table
 from sim.fit.solve import Observation, solve
 
+TABLE = RESULTS / "flexllm_steps.csv"
 LOG = "data/measured/flexllm_steps_llama31_70b_tp4.parquet"
 FITTED, JUDGED = (8, 11, 13, 14, 16), (9, 12, 15, 17)
 BARS = {"serving": 0.03, "backward": 0.03, "forward": 0.05}
@@ -189,13 +192,33 @@ def predicted_ns(tables: dict[str, Table], steps: Iterable[LoggedStep]) -> NDArr
     return np.array([sum(tables[t].value(point) for t, point in s.terms()) for s in steps])
 
 
-def shares_of_bars(
+class JudgedSteps(NamedTuple):
+    """How far steps of a run and a kind are off, as shares of their durations.
+
+    Attributes:
+        median: of absolute errors; the bar is on this one.
+        least_squares: the median by a fit of least squares.
+        constant: the median by one constant, that of the fitted runs.
+    """
+
+    run: int
+    kind: str
+    rows: int
+    bar: float
+    median: float
+    mean: float
+    p90: float
+    least_squares: float
+    constant: float
+
+
+def judged_steps(
     number: int,
     run: LoggedRun,
     tables: dict[str, Table],
     squares: dict[str, Table],
     fit: Sequence[LoggedStep],
-) -> list[float]:
+) -> list[JudgedSteps]:
     """Judges a run and prints a line for each kind of enough rows.
 
     Args:
@@ -206,9 +229,9 @@ def shares_of_bars(
         fit: the steps that both were fitted on.
 
     Returns:
-        Median absolute errors as shares of their bars.
+        The kinds of enough rows.
     """
-    shares = []
+    found = []
     for kind, bar in BARS.items():
         steps = [step for step in run.steps if step.kind == kind]
         if len(steps) < FEWEST_ROWS:
@@ -222,19 +245,21 @@ def shares_of_bars(
             "a constant of the fitted runs": constant,
             "of the run itself": np.median(ns),
         }
+        medians = {what: float(np.median(np.abs(p / ns - 1))) for what, p in beside.items()}
+        own = [float(f(errors)) for f in (np.median, np.mean)]
+        own += [float(np.percentile(errors, 90)), *list(medians.values())[:2]]
+        found.append(JudgedSteps(number, kind, len(steps), bar, *own))
         print(
-            f"  run {number} {kind}: {len(steps)} rows, median error {np.median(errors):.2%} (bar "
-            f"{bar:.0%}), mean {errors.mean():.2%}, p90 {np.percentile(errors, 90):.2%}; medians "
-            f"beside:",
-            ", ".join(f"{what} {np.median(np.abs(p / ns - 1)):.2%}" for what, p in beside.items()),
+            f"  run {number} {kind}: {len(steps)} rows, median error {own[0]:.2%} (bar {bar:.0%}), "
+            f"mean {own[1]:.2%}, p90 {own[2]:.2%}; medians beside:",
+            ", ".join(f"{what} {median:.2%}" for what, median in medians.items()),
         )
-        shares.append(float(np.median(errors)) / bar)
-    return shares
+    return found
 
 
 def main() -> int:
     runs = runs_of(pd.read_parquet(Path(os.environ.get("TANDEM_SHARED", "../shared")) / LOG))
-    shares: list[float] = []
+    found: list[JudgedSteps] = []
     for experiment in sorted({runs[number].experiment for number in JUDGED}):
         own = [number for number in FITTED if runs[number].experiment == experiment]
         steps = [step for number in own for step in runs[number].steps]
@@ -244,8 +269,10 @@ def main() -> int:
             values = " ".join(f"{ns / 1e6:.2f}" for ns in table.values)
             print(f"  {name} at {' x '.join(map(str, table.axes))}: {values} ms")
         for number in (number for number in JUDGED if runs[number].experiment == experiment):
-            shares += shares_of_bars(number, runs[number], tables, squares, steps)
-    worst = max(shares)
+            found += judged_steps(number, runs[number], tables, squares, steps)
+    pd.DataFrame(found).round(4).to_csv(TABLE, index=False, lineterminator="\n")
+    write_page()
+    worst = max(steps.median / steps.bar for steps in found)
     verdict = "pass" if worst <= 1 else "fail"
     print(f"flexllm_steps_worst_share_of_a_bar {worst:.3f} ratio 1.0 {verdict}")
     return int(worst > 1)

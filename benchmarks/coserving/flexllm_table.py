@@ -18,10 +18,11 @@ printed beside: it is what a table of two points would say.
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
+from benchmarks.fidelity.reproduction import RESULTS, write_page
 from engine.contract.executor import Launch
 from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import Layout
@@ -37,7 +39,7 @@ from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region,
 from engine.contract.windows import sample_bytes, windows_of
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
-from engine.results.recorder import Recorder
+from engine.results.recorder import Outcome, Recorder
 from models.spec import ModelSpec
 from models.training.kept import finetuning_shape
 from policies.composed import Composed
@@ -55,7 +57,24 @@ BUDGET, SLOTS, PAGE_TOKENS, SECONDS = 256, 255, 64, 600.0
 RATES = (1, 2, 3, 4, 5)
 JUDGED = (2, 3, 4)
 BARS = {"finetuning": 0.10, "mean": 0.06, "tpot": 0.07, "retention": 0.05, "cpu_s": 15.0}
+TABLE = RESULTS / "flexllm_table.csv"
 LENGTHS = "data/lengths/sharegpt_v3_firstturn_llama2.parquet"
+
+
+class CoservingFigures(NamedTuple):
+    """The figures of a cell, as the authors' scripts define them.
+
+    `finetuned_per_s` are forward tokens per second; TPOT is a mean and a 99th percentile over
+    requests; `queued_ms` goes from arrival to start, `first_token_ms` from start to the first
+    token, both in the mean.
+    """
+
+    finetuned_per_s: float
+    tpot_ms: float
+    tpot_p99_ms: float
+    outputs_per_s: float
+    queued_ms: float
+    first_token_ms: float
 
 
 class PublishedModel(NamedTuple):
@@ -71,6 +90,22 @@ class PublishedModel(NamedTuple):
     finetuned_per_s: tuple[int, ...]
     tpot_ms: tuple[float, ...]
     outputs_per_s: tuple[int, ...]
+    tpot_p99_ms: tuple[float, ...]
+    queued_ms: tuple[float, ...]
+    first_token_ms: tuple[float, ...]
+
+    def figures(self, rate: int) -> CoservingFigures:
+        """What was published of a cell, in the order of CoservingFigures.
+
+        Args:
+            rate: requests per second.
+
+        Returns:
+            Its six figures.
+        """
+        told = (self.finetuned_per_s, self.tpot_ms, self.tpot_p99_ms, self.outputs_per_s)
+        waits = (self.queued_ms, self.first_token_ms)
+        return CoservingFigures(*[float(values[rate - 1]) for values in (*told, *waits)])
 
 
 MODELS = (
@@ -79,18 +114,27 @@ MODELS = (
         (2352, 2229, 2093, 1938, 1799),
         (32.6, 33.6, 34.9, 36.1, 36.7),
         (260, 514, 751, 1059, 1307),
+        (43.0, 43.2, 45.4, 45.4, 48.6),
+        (40, 77, 104, 139, 181),
+        (69, 76, 81, 85, 87),
     ),
     PublishedModel(
         *("Qwen2.5-14B", 48, 5120, 40, 13824, 152064, 70_000),
         (941, 857, 813, 701, 555),
         (57.9, 60.9, 64.3, 66.2, 66.5),
         (258, 504, 604, 888, 1179),
+        (66.5, 69.2, 72.1, 75.3, 73.2),
+        (64, 136, 242, 399, 1043),
+        (118, 134, 147, 160, 170),
     ),
     PublishedModel(
         *("Qwen2.5-32B", 64, 5120, 40, 27648, 152064, 60_000),
         (803, 760, 734, 656, 559),
         (53.8, 55.3, 56.9, 58.6, 59.8),
         (263, 514, 636, 951, 1267),
+        (62.4, 63.9, 66.2, 68.5, 69.6),
+        (137, 209, 292, 407, 1552),
+        (111, 120, 131, 141, 150),
     ),
 )
 
@@ -218,11 +262,9 @@ def cost_of(lengths: ConversationLengths, model: PublishedModel) -> ByDecodes:
 
 
 class CoservingCell(NamedTuple):
-    """What a replay of a cell gives."""
+    """What a replay of a cell gives, and what it took."""
 
-    finetuned_per_s: float
-    tpot_ms: float
-    outputs_per_s: float
+    figures: CoservingFigures
     cpu_s: float
 
 
@@ -243,7 +285,7 @@ def replay(
         seconds: of the replay.
 
     Returns:
-        Its figures, as the authors' scripts define them.
+        Its figures and its CPU time.
     """
     begun = time.process_time()
     spec = ModelSpec(
@@ -297,16 +339,35 @@ def replay(
         clock, policy, SimExecutor(clock, cost), capacity, page, layout=layout, recorder=recorder
     )
     engine.replay([*requests, job])
-    outcomes = list(recorder.outcomes.values())
-    wall_s = max([o.finish_ns or 0 for o in outcomes]) / 1e9
-    samples = recorder.tables()["samples"]["forward_tokens"].to_pylist()
-    gaps = [
-        ((o.last_token_ns or 0) - (o.first_token_ns or 0)) / o.request.output_tokens / 1e6
+    samples = sum(recorder.tables()["samples"]["forward_tokens"].to_pylist())
+    figures = figures_of(list(recorder.outcomes.values()), samples)
+    return CoservingCell(figures, time.process_time() - begun)
+
+
+def figures_of(outcomes: Sequence[Outcome], finetuned_tokens: int) -> CoservingFigures:
+    """The figures of a replay.
+
+    Args:
+        outcomes: of its requests, which have all ended.
+        finetuned_tokens: forward.
+
+    Returns:
+        Its figures; the replay lasts until its last request has ended.
+    """
+    rows = [
+        (o.arrival_ns, o.scheduled_ns, o.first_token_ns, o.last_token_ns, o.request.output_tokens)
         for o in outcomes
     ]
-    tokens = sum([o.request.output_tokens for o in outcomes])
-    cpu_s = time.process_time() - begun
-    return CoservingCell(sum(samples) / wall_s, float(np.mean(gaps)), tokens / wall_s, cpu_s)
+    arrival, start, first, last, tokens = np.array(rows, dtype=float).T
+    wall_s, tpot_ms = last.max() / 1e9, (last - first) / tokens / 1e6
+    return CoservingFigures(
+        finetuned_tokens / wall_s,
+        float(tpot_ms.mean()),
+        float(np.percentile(tpot_ms, 99)),
+        float(tokens.sum()) / wall_s,
+        float((start - arrival).mean()) / 1e6,
+        float((first - start).mean()) / 1e6,
+    )
 
 
 def line_between(values: Sequence[float], rate: int) -> float:
@@ -319,42 +380,79 @@ def judged(model: PublishedModel, cells: dict[int, CoservingCell]) -> dict[str, 
     """The errors of a model that are judged, by the bar that they have."""
     found: dict[str, list[float]] = {"finetuning": [], "tpot": []}
     for rate in (rate for rate in JUDGED if rate in cells):
-        cell, i = cells[rate], rate - 1
-        found["finetuning"].append(cell.finetuned_per_s / model.finetuned_per_s[i] - 1)
-        found["tpot"].append(cell.tpot_ms / model.tpot_ms[i] - 1)
+        ours, paper = cells[rate].figures, model.figures(rate)
+        found["finetuning"].append(ours.finetuned_per_s / paper.finetuned_per_s - 1)
+        found["tpot"].append(ours.tpot_ms / paper.tpot_ms - 1)
     if {1, 5} <= cells.keys():
-        own = cells[5].finetuned_per_s / cells[1].finetuned_per_s
+        own = cells[5].figures.finetuned_per_s / cells[1].figures.finetuned_per_s
         found["retention"] = [own - model.finetuned_per_s[4] / model.finetuned_per_s[0]]
     found["cpu_s"] = [cell.cpu_s for cell in cells.values()]
     return found
 
 
+def shown(model: PublishedModel, rate: int, cell: CoservingCell) -> str:
+    """A line about a cell.
+
+    Args:
+        model: the model.
+        rate: requests per second.
+        cell: what its replay gave.
+
+    Returns:
+        Its main figures, published and ours, with the errors of a straight line.
+    """
+    ours, paper = cell.figures, model.figures(rate)
+    lines = [
+        line_between(values, rate) / values[rate - 1] - 1
+        for values in (model.finetuned_per_s, model.tpot_ms)
+    ]
+    finetuning = ours.finetuned_per_s / paper.finetuned_per_s - 1
+    tpot = ours.tpot_ms / paper.tpot_ms - 1
+    return (
+        f"  q={rate}: finetuning {ours.finetuned_per_s:.0f} tok/s, published "
+        f"{paper.finetuned_per_s:.0f} ({finetuning:+.1%}, line {lines[0]:+.1%}); TPOT "
+        f"{ours.tpot_ms:.1f} ms, published {paper.tpot_ms} ({tpot:+.1%}, "
+        f"line {lines[1]:+.1%}); output {ours.outputs_per_s:.0f} tokens/s, published "
+        f"{paper.outputs_per_s:.0f}; {cell.cpu_s:.1f} s of CPU"
+    )
+
+
+def written(cells: Iterable[tuple[PublishedModel, int, CoservingCell]], path: Path = TABLE) -> None:
+    """Writes the CSV from which REPRODUCTION.md is made.
+
+    Args:
+        cells: model, requests per second, and what the replay gave.
+        path: of the file.
+    """
+    with path.open("w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(("model", "rate", "figure", "published", "ours", "error"))
+        for model, rate, cell in cells:
+            paper = model.figures(rate)._asdict()
+            for name, ours in cell.figures._asdict().items():
+                error = round(ours / paper[name] - 1, 4)
+                out.writerow((model.name, rate, name, paper[name], round(ours, 1), error))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="replays of 120 s")
-    seconds = 120.0 if parser.parse_args().quick else SECONDS
+    parser.add_argument("--quick", action="store_true", help="replays of 120 s, not kept")
+    is_quick = parser.parse_args().quick
     lengths = lengths_of(Path(os.environ.get("TANDEM_SHARED", "../shared")))
-    errors: dict[str, list[float]] = {}
+    errors, replayed = dict[str, list[float]](), list[tuple[PublishedModel, int, CoservingCell]]()
     for model in MODELS:
         cost = cost_of(lengths, model)
         print(f"{model.name}: {cost.provenance}")
+        seconds = 120.0 if is_quick else SECONDS
         cells = {rate: replay(model, rate, lengths, cost, seconds) for rate in RATES}
         for rate, cell in cells.items():
-            i = rate - 1
-            lines = [
-                line_between(values, rate) / values[i] - 1
-                for values in (model.finetuned_per_s, model.tpot_ms)
-            ]
-            finetuned, tpot = model.finetuned_per_s[i], model.tpot_ms[i]
-            print(
-                f"  q={rate}: finetuning {cell.finetuned_per_s:.0f} tok/s, published {finetuned} "
-                f"({cell.finetuned_per_s / finetuned - 1:+.1%}, line {lines[0]:+.1%}); TPOT "
-                f"{cell.tpot_ms:.1f} ms, published {tpot} ({cell.tpot_ms / tpot - 1:+.1%}, line "
-                f"{lines[1]:+.1%}); output {cell.outputs_per_s:.0f} tokens/s, published "
-                f"{model.outputs_per_s[i]}; {cell.cpu_s:.1f} s of CPU"
-            )
+            print(shown(model, rate, cell))
+            replayed.append((model, rate, cell))
         for name, values in judged(model, cells).items():
             errors.setdefault(name, []).extend(values)
+    if not is_quick:
+        written(replayed)
+        write_page()
     shares = {name: max(map(abs, values)) / BARS[name] for name, values in errors.items()}
     finetuning = errors["finetuning"]
     shares["mean"] = sum(map(abs, finetuning)) / len(finetuning) / BARS["mean"]

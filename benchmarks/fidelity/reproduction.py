@@ -1,4 +1,4 @@
-"""Writes analysis/REPRODUCTION.md from the tables of the claims on PatrickStar."""
+"""Writes analysis/REPRODUCTION.md from the tables of the claims on PatrickStar and FlexLLM."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.coserving.flexllm_page import flexllm_parts, table
+
 HERE = Path(__file__).resolve().parents[1]
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "analysis" / "REPRODUCTION.md"
 NAMES = {"v100_yard": "V100", "a100_superpod": "A100"}
 Line = Mapping[str, str]
 
-HEAD = """# Published tables, reproduced by simulation
+HEAD = """# Published figures, reproduced by simulation
+
+What papers and artifacts publish, what Tandem gets, and how far off it is. Scripts of benchmarks/
+make this page from their CSV files in benchmarks/results; do not edit.
+"""
+PATRICKSTAR = """# PatrickStar
 
 Made by `python -m benchmarks.scale.patrickstar_tables` and `benchmarks.scale.patrickstar_scale`
 from [patrickstar_tables.csv](../benchmarks/results/patrickstar_tables.csv) and
-[patrickstar_scale.csv](../benchmarks/results/patrickstar_scale.csv); do not edit. Published:
+[patrickstar_scale.csv](../benchmarks/results/patrickstar_scale.csv). Published:
 figures of Tencent/PatrickStar, read off its plots (../shared/papers/patrickstar_protrain.md, 6.1
 and 6.2), those of DeepSpeed and DDP by eye. Ours: one rank of the group, simulated (DESIGN.md,
 decision 25); its third step counts.
@@ -53,12 +60,13 @@ ASSUMED = """## What was fixed, and on what
 
 def write_page() -> None:
     """Writes the page from the tables that exist."""
-    parts = [HEAD]
+    parts = [HEAD, PATRICKSTAR]
     if lines := _lines("patrickstar_tables.csv"):
         parts += ["## Throughput\n", *_throughput(lines)]
     if lines := _lines("patrickstar_scale.csv"):
         parts += ["## The largest model that trains\n", *_scale(lines)]
     parts += [ASSUMED, _remarks()]
+    parts += flexllm_parts(_lines("flexllm_table.csv"), _lines("flexllm_steps.csv"))
     PAGE.write_text("\n".join(part.rstrip() + "\n" for part in parts), encoding="utf-8")
 
 
@@ -91,7 +99,7 @@ def _throughput(lines: Sequence[Line]) -> Iterator[str]:
         signed = [float(line["error"]) for line in own]
         size = f"{median(abs(e) for e in signed):.1%}"
         rows.append((system, len(own), size, f"{median(signed):+.1%}"))
-    yield _table(("system", "rows judged", "median error", "median of signed errors"), rows)
+    yield table(("system", "rows judged", "median error", "median of signed errors"), rows)
     for where in dict.fromkeys((line["device"], line["nodes"], line["devices"]) for line in lines):
         own = [x for x in lines if (x["device"], x["nodes"], x["devices"]) == where]
         device, nodes, devices = where
@@ -99,7 +107,7 @@ def _throughput(lines: Sequence[Line]) -> Iterator[str]:
             f" in each of {nodes} nodes" if nodes != "1" else ""
         )
         yield f"### {title}{'' if own[0]['judged'] == '1' else ' (not judged)'}\n"
-        yield _table(
+        yield table(
             ("system", "model", "published", "ours", "error", "batch", "chunk"), map(_row, own)
         )
 
@@ -127,10 +135,4 @@ def _scale(lines: Sequence[Line]) -> Iterator[str]:
         )
         for x in lines
     ]
-    yield _table(names, rows)
-
-
-def _table(names: Sequence[str], rows: object) -> str:
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]  # type: ignore[attr-defined]
-    return "\n".join(lines) + "\n"
+    yield table(names, rows)
