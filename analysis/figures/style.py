@@ -41,6 +41,7 @@ COLORS = {
     "coserve": "#90C000",
     "coserve_slo": "#F00078",
     "temporal": "#0000F0",
+    "tide": "#00A0C8",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
 

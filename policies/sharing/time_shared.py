@@ -112,33 +112,47 @@ class DividedMemory:
 
     def _divided(self, side: View, view: View, trains: bool) -> View:
         """The view of one side with the memory that this side holds and may take."""
-        trained, held = Counter[Pool](), dict[Place, int]()
-        served = {SHARED_OWNER, *(job.job_id for job in (*view.serving, *view.waiting))}
-        served -= {job.job_id for job in training_jobs(view)}
-        for place, nbytes in view.held_bytes.items():
-            owner, kind, *_ = place.region
-            is_trained = owner not in served and kind is not Kind.KV  # ended jobs too
-            if is_trained:
-                trained[place.pool] += nbytes
-            if is_trained is trains:
-                held[place] = nbytes
-        free, coming, capacity = dict[Pool, int](), dict[Pool, int](), dict[Pool, int]()
-        for pool, nbytes in view.capacity_bytes.items():
-            share = self.device_share if pool[0] is Tier.GPU else self.host_share
-            own = int(nbytes * share)
-            left = own - trained[pool]  # what training may still take
-            room = max(0, min(left, view.room(pool)) if trains else view.room(pool) - left)
-            capacity[pool] = own if trains else nbytes - own
-            free[pool] = min(room, view.free_bytes[pool])
-            coming[pool] = room - free[pool]
-        return replace(
-            side,
-            free_bytes=free,
-            coming_bytes=coming,
-            held_bytes=held,
-            capacity_bytes=capacity,
-            profile=WithoutKv(view.profile),
-        )
+        shares = {Tier.GPU: self.device_share, Tier.HOST: self.host_share}
+        divided = within_shares(side, view, trains, shares)
+        return replace(divided, profile=WithoutKv(view.profile))
+
+
+def within_shares(side: View, view: View, trains: bool, shares: Mapping[Tier, float]) -> View:
+    """The view of one side with the memory that this side holds and may take.
+
+    Args:
+        side: the jobs of the side.
+        view: the view of the device.
+        trains: whether the side is training's.
+        shares: of training, of the tiers that are divided; the sides share all others.
+
+    Returns:
+        The view of the side, whose pools of a divided tier are its share.
+    """
+    trained, held = Counter[Pool](), dict[Place, int]()
+    served = {SHARED_OWNER, *(job.job_id for job in (*view.serving, *view.waiting))}
+    served -= {job.job_id for job in training_jobs(view)}
+    for place, nbytes in view.held_bytes.items():
+        owner, kind, *_ = place.region
+        is_trained = owner not in served and kind is not Kind.KV  # ended jobs too
+        if is_trained:
+            trained[place.pool] += nbytes
+        if is_trained is trains:
+            held[place] = nbytes
+    free, coming = dict(view.free_bytes), dict(view.coming_bytes)
+    capacity = dict(view.capacity_bytes)
+    for pool, nbytes in view.capacity_bytes.items():
+        if (share := shares.get(pool[0])) is None:
+            continue
+        own = int(nbytes * share)
+        left = own - trained[pool]  # what training may still take
+        room = max(0, min(left, view.room(pool)) if trains else view.room(pool) - left)
+        capacity[pool] = own if trains else nbytes - own
+        free[pool] = min(room, view.free_bytes[pool])
+        coming[pool] = room - free[pool]
+    return replace(
+        side, free_bytes=free, coming_bytes=coming, held_bytes=held, capacity_bytes=capacity
+    )
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,17 @@ class DemandPaging:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        device = Residency(view, plan, self._order(view), is_exclusive=self.tiers == "exclusive")
+        device = self.resident(view, plan)
         on = HOST_LANE if self.updates == "host" else COMPUTE_LANE
         for piece in batch:
             for launch in device.launches(piece, on, self.reuses_gradients):
                 device.make_resident(launch)
                 device.run(launch)
                 device.drop_stale(launch)
+
+    def resident(self, view: View, plan: PlanBuilder) -> Residency:
+        """See Resident."""
+        return Residency(view, plan, self._order(view), is_exclusive=self.tiers == "exclusive")
 
     def _order(self, view: View) -> Order:
         if self.order == "lru":

@@ -157,6 +157,14 @@ class Candidates:
     def __contains__(self, place: object) -> bool:
         return place in self._entries
 
+    def ranked(self) -> list[Place]:
+        """All candidates, the one that is evicted first at the head.
+
+        Returns:
+            A new list.
+        """
+        return [entry.place for entry in sorted(self._entries.values())]
+
     def rank(self, place: Place) -> Rank | None:
         """The rank of a place.
 

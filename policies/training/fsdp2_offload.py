@@ -11,6 +11,7 @@ from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier, Work
 from engine.contract.view import View
 from policies.training.cycle import CycleLaunch
+from policies.training.residency import Residency
 from policies.training.streaming import Streaming
 
 
@@ -34,6 +35,10 @@ class Fsdp2Offload:
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         Streaming(1, self._stays).fit(batch, view, plan)
+
+    def resident(self, view: View, plan: PlanBuilder) -> Residency:
+        """See Resident."""
+        return Streaming(1, self._stays).resident(view, plan)
 
     def _stays(self, layout: TrainingLayout, chunk: int, link: CycleLaunch) -> bool:
         if not self.keeps_root or link.work is not Work.FORWARD or link.again:

@@ -209,6 +209,29 @@ class Occupancy:
     def _makes_room(self) -> bool:
         return self._candidates.evict_first(self._pinned, self.evict)
 
+    def evictable_bytes(self) -> int:
+        """What evictions can give back of the device, as far as the host has room for copies.
+
+        Returns:
+            Bytes of `give_way` at most.
+        """
+        left, found = self._plan.room(self._home), 0
+        for place in self._candidates.ranked():
+            nbytes = self._plan.held(place)
+            copied = 0 if self._plan.held(self.elsewhere(place)) else nbytes
+            if copied <= left:
+                left, found = left - copied, found + nbytes
+        return found
+
+    def give_way(self, nbytes: int) -> None:
+        """Evicts until so many bytes of the device are free, or no place is left to evict.
+
+        Args:
+            nbytes: bytes that another policy is about to take.
+        """
+        while self._plan.room(self._here) < nbytes and self._makes_room():
+            pass
+
     def shrink(self, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states take no more than a limit, or no place is left to evict.
 

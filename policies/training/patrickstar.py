@@ -199,13 +199,17 @@ class PatrickStar:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        known = {job.job_id: statistics_of(view.profile, job.job_id) for job in training_jobs(view)}
-        device = Residency(view, plan, _order(view, known), is_exclusive=True)
+        known = _known(view)
+        device = _residency(view, plan, known)
         jobs = {piece.job.job_id: piece.job for piece in batch}
         updates = any([piece.work is Work.UPDATE for piece in batch])
         budgets = {i: self._job_budget(job, view, known[i], updates) for i, job in jobs.items()}
         for piece in batch:
             self._run_task(piece, device, budgets[piece.job.job_id])
+
+    def resident(self, view: View, plan: PlanBuilder) -> Residency:
+        """See Resident."""
+        return _residency(view, plan, _known(view))
 
     def _run_task(self, piece: Slice, device: Residency, job_budget: _JobBudget) -> None:
         first, budget, others, updated_here = job_budget
@@ -277,6 +281,16 @@ class _JobBudget(NamedTuple):
     budget: MemoryBudget
     other_bytes: tuple[int, ...]  # see StepStatistics; empty in warm-up
     updated_here: Collection[int]  # chunks updated on the device, if the plan has updates
+
+
+def _known(view: View) -> dict[int, StepStatistics | None]:
+    return {job.job_id: statistics_of(view.profile, job.job_id) for job in training_jobs(view)}
+
+
+def _residency(
+    view: View, plan: PlanBuilder, known: Mapping[int, StepStatistics | None]
+) -> Residency:
+    return Residency(view, plan, _order(view, known), is_exclusive=True)
 
 
 def _order(view: View, known: Mapping[int, StepStatistics | None]) -> FarthestUse:

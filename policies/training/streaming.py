@@ -72,10 +72,22 @@ class Streaming:
         Raises:
             OutOfMemory: a launch can never fit.
         """
-        kinds = STATES if self.may_leave else (Kind.GRADIENT,)
-        stream = _Stream(self, view, Residency(view, plan, LastIn(), kinds, keeps_gathered=True))
+        stream = _Stream(self, view, self.resident(view, plan))
         for piece in batch:
             stream.run_task(piece)
+
+    def resident(self, view: View, plan: PlanBuilder) -> Residency:
+        """What lies on the device, for evictions.
+
+        Args:
+            view: what the policy may know.
+            plan: takes the operations.
+
+        Returns:
+            The residency of a plan that begins.
+        """
+        kinds = STATES if self.may_leave else (Kind.GRADIENT,)
+        return Residency(view, plan, LastIn(), kinds, keeps_gathered=True)
 
 
 class _Stream:

@@ -11,6 +11,7 @@ from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier
 from engine.contract.view import View
 from policies.training.cycle import CycleLaunch
+from policies.training.residency import Residency
 from policies.training.streaming import GRADIENTS_OUT, Streaming
 
 
@@ -44,13 +45,19 @@ class Zero3Offload:
                 raise ValueError(f"zero3_offload: {name} is {getattr(self, name)}, not at least 0")
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        how = Streaming(
+        self._how().fit(batch, view, plan)
+
+    def resident(self, view: View, plan: PlanBuilder) -> Residency:
+        """See Resident."""
+        return self._how().resident(view, plan)
+
+    def _how(self) -> Streaming:
+        return Streaming(
             self.prefetch,
             self._stays,
             overlaps_updates=self.overlaps_updates,
             gradients_out=self.gradients_out,
         )
-        how.fit(batch, view, plan)
 
     def _stays(self, layout: TrainingLayout, chunk: int, link: CycleLaunch) -> bool:
         return layout.chunks[chunk].weight_bytes < self.persistent_bytes

@@ -14,6 +14,7 @@ from analysis.figures.run_figures import Shown, panel
 
 MS = 1e-3
 FINETUNED = FigureAxis("finetune_tokens_per_s", "finetuned tokens/s")
+TRAINED = FigureAxis("train_tokens_per_s", "trained tokens/s, after the first step")
 LATENCY = FigureAxis("mean_tpot_s", "mean TPOT, ms", MS)
 TAIL = FigureAxis("p99_tpot_s", "p99 TPOT, ms", MS)
 BESIDE = "Left: tokens of samples that went forward per second. Right: mean TPOT of the requests."
@@ -24,19 +25,26 @@ def _read(runs: pd.DataFrame, column: str, by: str, x: str, series: str) -> pd.D
     rows = finished(runs)
     names = rows[by] if by == series else rows[by].map(lambda value: f"{value} {series}")
     out = pd.DataFrame({series: names, x: rows[column].astype(float)})
-    for name in (FINETUNED.column, LATENCY.column, TAIL.column):
-        out[name] = rows[name].astype(float)
+    for name in (FINETUNED.column, TRAINED.column, LATENCY.column, TAIL.column):
+        if name in rows:
+            out[name] = rows[name].astype(float)
     return out.sort_values([series, x]).reset_index(drop=True)
 
 
 def _beside(
-    name: str, column: str, by: str, series: str, x: FigureAxis, text: tuple[str, str]
+    name: str,
+    column: str,
+    by: str,
+    series: str,
+    x: FigureAxis,
+    text: tuple[str, str],
+    work: FigureAxis = FINETUNED,
 ) -> Callable[[pd.DataFrame, Path, Path], Shown]:
-    """Draws two axes over what is swept: finetuning, and latency."""
+    """Draws two axes over what is swept: training, and latency."""
 
     def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
         data = _read(runs, column, by, x.column, series)
-        axes = iter((FINETUNED, LATENCY))
+        axes = iter((work, LATENCY))
 
         def draw(part: pd.DataFrame, ax: Any) -> Any:
             return plot_lines(part, ax, x, next(axes), series)
@@ -93,4 +101,17 @@ burstiness = _beside(
     "policy",
     FigureAxis("burstiness", "burstiness of arrivals: 1 is Poisson, less is burstier"),
     ("Bursts", BESIDE),
+)
+tide_under_kv = _beside(
+    "tide_under_kv",
+    "config.arrival.rate",
+    "policy",
+    "policy",
+    FigureAxis("rate_per_s", "requests per second"),
+    (
+        "Training under keys and values",
+        "Left: tokens trained per second. Right: mean TPOT of the requests. time_shared divides "
+        "memory for good; tide gives each side what the other leaves.",
+    ),
+    TRAINED,
 )

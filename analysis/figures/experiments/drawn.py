@@ -34,6 +34,7 @@ FIGURES: Mapping[str, Draw] = {
     "memory_tide": memory_tide.drawn,
     "model_size": model_size.drawn,
     "slo_sweep": coserving.slo_sweep,
+    "tide_under_kv": coserving.tide_under_kv,
 }
 
 
