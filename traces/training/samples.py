@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from traces.files import absent
 from traces.serving.recorded_times import UNITS_NS
-from traces.serving.request import Sample, TrainingJob
+from traces.serving.request import Request, Sample, TrainingJob, prompt_of
+from traces.store import read_trace
 from traces.training.batches import Batches, Ids
 from traces.training.job import TrainingWork
 from traces.training.text_store import read_documents
@@ -122,6 +123,73 @@ class TextSamples:
             raise ValueError(f"training.data.path={path}: no document has {FEWEST} tokens or more")
         order = np.random.default_rng((seed, ORDER)).permutation(len(places))
         return tokens, places[order][: self.limit]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationSamples:
+    """The requests of an imported trace as samples: a prompt, and an answer that carries the loss.
+
+    The ids of an answer are drawn by the recipe's seed, and so are those of prompts that the trace
+    has none of. A longer sample is cut behind what the job has memory for; where that leaves no
+    answer it is left out. They come in an order that the seed draws; `limit` takes the first.
+    """
+
+    path: str
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return Path(self.path).name
+
+    def samples(self, longest: int, seed: int, cache: Path) -> tuple[Sample, ...]:
+        """See Samples."""
+        return tuple([sample for _, sample in self._chosen(longest, seed)])
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> ConversationBatches:
+        """Ids of prompts and answers, all below `vocabulary`."""
+        chosen = self._chosen(job.sequence_tokens, job.recipe.seed)
+        return ConversationBatches(tuple(chosen), vocabulary, job.recipe.seed)
+
+    def _chosen(self, longest: int, seed: int) -> list[tuple[Request, Sample]]:
+        """Requests with their samples, in their order."""
+        path = Path(self.path).expanduser()
+        found = list[tuple[Request, Sample]]()
+        for request in read_trace(path):
+            prompt, tokens = request.prompt_tokens, request.prompt_tokens + request.output_tokens
+            if prompt < min(tokens, longest):
+                found.append((request, Sample(min(tokens, longest), prompt)))
+        if not found:
+            raise ValueError(
+                f"training.data.path={path}: no request has a prompt below {longest} tokens; raise "
+                "training.sequence_tokens"
+            )
+        order = np.random.default_rng((seed, ORDER)).permutation(len(found))
+        return [found[at] for at in order[: self.limit]]
+
+
+@dataclass(frozen=True)
+class ConversationBatches:
+    """Prompts and answers; a prompt has the ids with which it would be served."""
+
+    chosen: tuple[tuple[Request, Sample], ...]
+    vocabulary: int
+    seed: int = 0
+
+    def ids(self, microbatch: int) -> Ids:
+        """Token ids [1, tokens], those of its sample wherever that comes again."""
+        number = microbatch % len(self.chosen)
+        request, sample = self.chosen[number]
+        rng = np.random.default_rng((self.seed, ORDER, number, 1))
+        answer = rng.integers(self.vocabulary, size=sample.tokens - sample.prompt_tokens)
+        prompt = np.asarray(prompt_of(request, self.vocabulary, self.seed), np.int64)
+        return np.concatenate((prompt, answer))[None]
+
+    def account(self) -> dict[str, int]:
+        """Tokens with a loss, and those of the prompts before them."""
+        prompts = sum([sample.prompt_tokens for _, sample in self.chosen])
+        tokens = sum([sample.tokens for _, sample in self.chosen])
+        return {"answer_tokens": tokens - prompts, "prompt_tokens": prompts}
 
 
 @dataclass(frozen=True)
