@@ -102,6 +102,18 @@ class Cost(Protocol):
             Nanoseconds on its lane, without waits.
         """
 
+    def copy_ns(self, source: Pool, target: Pool, nbytes: int) -> int:
+        """Predicted duration of a copy, also of what is not booked yet.
+
+        Args:
+            source: the tier and device that it comes from.
+            target: those that it goes to.
+            nbytes: its size.
+
+        Returns:
+            Nanoseconds on its lane, without waits.
+        """
+
     def launch_ns(self, launch: Launch) -> int:
         """Predicted duration of an operation that was issued.
 

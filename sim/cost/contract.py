@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine.contract.executor import Launch, Piece, ServedLaunches
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
 from engine.contract.progress import context_of
-from engine.contract.regions import Place, Tier, Work
+from engine.contract.regions import Place, Pool, Tier, Work, kv_place
 from models.spec import ModelSpec
 from sim.cost.launch_shape import (
     compute_of,
@@ -516,6 +516,23 @@ class PolicyCost:
             for left in (s.job.remaining_tokens,)
         )
         return self.launch_ns(Launch(op, pieces=pieces))
+
+    def copy_ns(self, source: Pool, target: Pool, nbytes: int) -> int:
+        """Predicted duration of a copy, also of what is not booked yet.
+
+        Args:
+            source: the tier and device that it comes from.
+            target: those that it goes to.
+            nbytes: its size.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost has no price for it.
+        """
+        copy = Copy(kv_place(0, *source), kv_place(0, *target))  # prices know directions and bytes
+        return self.launch_ns(Launch(copy, nbytes=nbytes))
 
     def launch_ns(self, launch: Launch) -> int:
         """Predicted duration of a launch as it was issued.

@@ -173,6 +173,14 @@ def test_a_policys_quote_equals_the_cost_of_the_launch() -> None:
     assert quote.op_ns(copy) == cost.copy_ns(Launch(copy, nbytes=65536))
 
 
+def test_a_copy_of_what_is_not_booked_is_quoted_by_direction_and_bytes() -> None:
+    cpu = replace(device("cpu"), to_host_bytes_per_s=1e9, to_device_bytes_per_s=2e9)
+    quote = PolicyCost(Roofline(cpu, model("tiny_llama")), nbytes={}.__getitem__, pace=0.5)
+    host, gpu = (Tier.HOST, 0), (Tier.GPU, 0)
+    assert quote.copy_ns(gpu, host, 10**6) == (cpu.link_ns + 10**6) // 2
+    assert quote.copy_ns(host, gpu, 10**6) == (cpu.link_ns + 500_000) // 2
+
+
 def test_serving_by_layers_is_refused_by_name() -> None:
     for piece in (Slice(Job(1, 0), 8, work=Work.BACKWARD), Slice(Job(1, 0), 8, layers=range(1))):
         with pytest.raises(ValueError, match="single layers of serving"):
