@@ -20,13 +20,14 @@ TIMES_NOTE = (
 
 def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
     """Steps, rate, losses and shares of time of one run; no rows without training."""
-    if "train_steps" not in metrics:
+    if "train_steps" not in metrics and "finetune_tokens" not in metrics:
         return HtmlTable(TITLE, NOTE, [], [])
-    steps = metrics["train_steps"]
-    rows = [
-        [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
-        [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
-    ]
+    rows = list[list[Cell]]()
+    if (steps := metrics.get("train_steps")) is not None:
+        rows += [
+            [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
+            [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
+        ]
     rows += [
         [Cell(LABELS[n]), amount_cell(metrics[n], unit)]
         for n, unit in UNITS.items()

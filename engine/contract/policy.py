@@ -38,6 +38,8 @@ class Traits:
         max_jobs: Of a scheduling: the most requests in service; 0 where there is no bound. By
             these three a run sets memory aside for its largest step.
         trains_only: Of a scheduling: the batch never holds a request.
+        whole_samples: Of a scheduling: a launch may take a finetuning sample whole, however many
+            tokens that are.
         kv_growth: Of a memory policy: how the KV of running jobs grows: by a `page` when the last
             one is full, never within a job's `reserved` tokens, or as `asked` at each plan. The
             first two also promise that free pages, less `spare_pages`, are all that decides which
@@ -65,6 +67,7 @@ class Traits:
     prompt_tokens: int = 0
     max_jobs: int = 0
     trains_only: bool = False
+    whole_samples: bool = False
     kv_growth: Literal["asked", "page", "reserved"] = "asked"
     spare_pages: int = 0
     reserved_tokens: int = 0
@@ -102,6 +105,7 @@ class Traits:
             prompt_tokens=self.prompt_tokens,
             max_jobs=self.max_jobs,
             trains_only=self.trains_only,
+            whole_samples=self.whole_samples,
             recurs=self.recurs and memory.recurs,
         )
 
@@ -435,7 +439,7 @@ class PlanBuilder(ABC):
 
     @abstractmethod
     def join(self, op: Compute) -> None:
-        """Makes a launch a part of the one that the plan ends with, but for growth behind that.
+        """Makes a launch a part of the one that serves, if the plan ends with it and with growth.
 
         Args:
             op: a launch, which is added by itself where the plan ends otherwise.

@@ -68,9 +68,7 @@ def windows_of(layout: TrainingLayout) -> WindowBytes:
         ValueError: the planner has laid out whole microbatches.
     """
     if layout.windows is None:
-        raise ValueError(
-            "a job that finetunes on samples needs a layout in windows: choose planner=windows"
-        )
+        raise ValueError("a job that finetunes on samples needs a layout in windows")
     return layout.windows
 
 
@@ -154,7 +152,7 @@ class _Maker:
         self._tokens = piece.tokens
 
     def forward(self) -> WindowFootprint:
-        """A window forward: its pages grow, and what the units keep."""
+        """A window forward: its pages grow, and what the units keep; the head makes its loss."""
         end, at, units = self._context + self._tokens, self._device, self._units
         sizes = [(kv_place(self._id, device=at), self._page.bytes_for(end))]
         sizes += [
@@ -165,9 +163,15 @@ class _Maker:
         if units.stop == self._layout.num_units:
             sizes.append((hidden_gradient(self._id, device=at), end * self._bytes.hidden))
             sizes += self._summed()
+        frees = list[Place]()
+        if units.stop == self._layout.num_units:
+            sample = self._training.spec.sample(self._piece.microbatch)
+            if work_bytes := self._bytes.backward.of_loss(sample.labels(self._context, end)):
+                sizes.append((workspace(self._id, device=at), work_bytes))
+                frees.append(workspace(self._id, device=at))
         written = tuple([place for place, _ in sizes])
         before = (kv_place(self._id, device=at),) if self._context else ()
-        return WindowFootprint((*self._weights(), *before), written, tuple(sizes), ())
+        return WindowFootprint((*self._weights(), *before), written, tuple(sizes), tuple(frees))
 
     def backward(self) -> WindowFootprint:
         """A window back: gradients of its units, and of the keys and values before it."""
@@ -211,7 +215,8 @@ class _Maker:
                 sizes.append((optimizer(self._id, c, device=at), chunk.optimizer_bytes))
         work = workspace(self._id, device=at)
         work_bytes = max([chunks[c].update_bytes for c in self._units])
-        frees = [*sums, *([work] if work_bytes else [])]
+        frees = sums if self._training.spec.microbatches == 1 else []  # else they stay, as states
+        frees = [*frees, *([work] if work_bytes else [])]
         sizes += [(work, work_bytes)] if work_bytes else []
         written = tuple([place for place, _ in sizes])
         return WindowFootprint(tuple(sums), written, tuple(sizes), tuple(frees))

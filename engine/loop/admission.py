@@ -146,6 +146,7 @@ class Admission:
             layout = state.layout.training.get(item.job_id)
             job = Job.trains(TrainingProgress(item, layout, recorded), arrival_ns)
             self._training.admit(job)
+            state.profile.trains = True
         state.jobs.wait(job)
         if min(state.in_flight.level) < state.depth:  # else the end of a plan wakes the loop
             state.wakeup.tell()

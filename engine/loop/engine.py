@@ -343,7 +343,8 @@ class Engine(Lifecycle):
             yield simpy.Timeout(env, wait_ns)
         self._issuing.start(plan, launches, self.settle)
         self._is_issuing = False
-        self._stop_with_serving()
+        if self._may_stop:
+            self._stop_with_serving()
 
     def _booked(self, plan: Plan, device: int, moves: Moves | None) -> list[Launch]:
         """Books a plan; jobs restart, leave and move on as it says."""
@@ -354,7 +355,6 @@ class Engine(Lifecycle):
             state.jobs.wait_again(job)
         for job in plan.refuse:
             self._admission.refuse(job, self._arrivals.release_turn)
-            self._stop_with_serving()
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         return [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]

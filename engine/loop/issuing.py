@@ -12,8 +12,8 @@ from engine.contract.plan import Compute, Free, Grow, Op, Plan, Share, Slice
 from engine.contract.progress import (
     advance_serving,
     advance_training,
+    context_of,
     start_behind,
-    start_of,
 )
 from engine.contract.regions import Kind, Tier, kv_place
 from engine.loop.completions import Completions
@@ -141,12 +141,10 @@ class Issuing:
         jobs = [piece.job for piece in slices]
         assert not op.again or all(job.training for job in jobs), "a served job restarts instead"
         ids = tuple([job.job_id for job in jobs])
-        contexts = tuple(
-            [
-                job.computed_tokens if (own := job.training) is None else start_of(piece, own)
-                for job, piece in zip(jobs, slices, strict=True)
-            ]
-        )
+        if self._state.profile.trains:
+            contexts = tuple([context_of(piece) for piece in slices])
+        else:
+            contexts = tuple([job.computed_tokens for job in jobs])
         pages = self._state.ledger.pages
         tables = [pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
         samples = tuple([self._advance(op, piece, beside) for piece in slices])

@@ -79,7 +79,7 @@ class EngineProfile:
         self._sums: dict[tuple[int, LaunchKey], list[int]] = {}  # total duration, and launches
         self._steps: dict[int, ProfiledStep] = {}  # the last complete step by job
         self._recent: dict[int, list[Moment]] = defaultdict(list)
-        self.trains = False  # whether any launch had training work
+        self.trains = False  # whether a training job has arrived
 
     def moments(self, job_id: int) -> Sequence[Moment]:
         """The launches of a training job's last complete step, in issue order."""
@@ -111,7 +111,6 @@ class EngineProfile:
 
     def issued(self, op: Compute, job_id: int, beside: Beside) -> None:
         """A launch of a training job was issued."""
-        self.trains = True
         moment = Moment(launch_key(op), (*op.reads, *op.writes), *beside)
         self._recent[job_id].append(moment)
 

@@ -294,7 +294,8 @@ class DryRunPlanBuilder(PlanBuilder):
         ops = self._ops
         at = next((i for i in reversed(range(len(ops))) if not isinstance(ops[i], Grow)), -1)
         last = ops[at] if at >= 0 else None
-        if not isinstance(last, Compute) or last.lane != op.lane:
+        serves = isinstance(last, Compute) and last.slices[0].job.training is None
+        if not isinstance(last, Compute) or not serves or last.lane != op.lane:
             self.launch(op)
             return
         if self._shares is not None:

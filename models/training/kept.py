@@ -96,6 +96,11 @@ def _check(spec: ModelSpec, job: TrainingJob) -> None:
             f"{where}: samples of up to {job.sequence_tokens} tokens, but {spec.name} has "
             f"{spec.max_positions} positions; shorten sequence_tokens"
         )
+    if recipe.frozen_units > spec.num_layers:
+        raise ValueError(
+            f"{where}: recipe.frozen_units={recipe.frozen_units} leaves the head alone to train, "
+            f"which has no backward of its own in windows; freeze at most {spec.num_layers} units"
+        )
     if recipe.dropout or recipe.lora_dropout:
         raise ValueError(
             f"{where}: a window draws no dropout; set recipe.dropout and recipe.lora_dropout to 0"

@@ -137,7 +137,7 @@ class KnownForward(UnitForward):
 
 @dataclass(frozen=True)
 class BackwardBytes:
-    """Workspace of the backward of a window, by its size.
+    """Workspace of the backward of a window, and of its loss, by their sizes.
 
     Attributes:
         spec: The model; its own dtype is not read.
@@ -167,6 +167,41 @@ class BackwardBytes:
             tables = _table_bytes(self.spec, self.recipe)
             found.append(tables + 2 * tokens * gradient_bytes)
         return max(found)
+
+    def of_loss(self, labels: int) -> int:
+        """The workspace of the loss of a window forward, with the gradient of the head's input.
+
+        Args:
+            labels: Rows that have a loss.
+
+        Returns:
+            Bytes at its peak; 0 where no row has one.
+        """
+        return known_loss_bytes(self.spec, self.recipe, labels) if labels else 0
+
+
+@lru_cache(maxsize=1 << 12)
+def known_loss_bytes(spec: ModelSpec, recipe: Recipe, labels: int) -> int:
+    """Workspace of the loss of so many rows, and of its backward as far as the head's input.
+
+    Args:
+        spec: The model; its own dtype is not read.
+        recipe: Of the job.
+        labels: Rows that have a loss.
+
+    Returns:
+        Bytes at the peak, beside hidden states.
+    """
+    tape = Tape()
+    parameters, units = model_parameters(spec, recipe)
+    job = TrainingJob(0, 0, spec.num_layers + 2, max(2, labels), recipe=recipe)
+    run = UnitForward(tape, spec, job, [parameters[p] for p in units[-1]])
+    run.rows = run.tokens = labels
+    hidden = tape.outside(labels * spec.hidden_size, run.item_bytes, requires_grad=True)
+    loss = op.copy(tape, run.head(hidden))  # over the labels, then over the samples of a step
+    del loss
+    tape.backward(tape.storage(op.WIDE_BYTES))
+    return tape.peak_bytes
 
 
 @lru_cache(maxsize=16)

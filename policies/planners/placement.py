@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from engine.contract.layout import Layout, Mode, TrainingLayout, sending_inputs
-from engine.contract.regions import Place, Pool, Tier, optimizer, weight
+from engine.contract.layout import Chunk, Layout, Mode, TrainingLayout, sending_inputs
+from engine.contract.regions import Place, Pool, Tier, gradient, optimizer, weight
 from engine.contract.rules import Remedy
 from models.training.shape import TrainingShape
 from policies.training.out_of_memory import OutOfMemory, remedies_of_states
@@ -31,6 +31,7 @@ def prepared(
     lay_out: LayOut,
     states: States = "given",
     offloads_inputs: bool = False,
+    sums: bool = False,
 ) -> Layout:
     """The layout of all training jobs.
 
@@ -45,6 +46,7 @@ def prepared(
         states: of the optimizer; those made at the `first_update` lie nowhere before it.
         offloads_inputs: inputs of units that recompute or offload wait on the host for the
             backward.
+        sums: gradients of a step of several microbatches lie there from the start, too.
 
     Returns:
         The layout of each job, and the places that are held before the first step.
@@ -62,7 +64,11 @@ def prepared(
         layouts = {job_id: sending_inputs(layout) for job_id, layout in layouts.items()}
     kinds = (optimizer, weight) if states == "given" else (weight,)
     remedies = remedies_of_states(jobs)
-    return Layout(places=_places(layouts, start, capacity_bytes, kinds, remedies), training=layouts)
+    held = [*_states(layouts, kinds)]
+    if sums:
+        several = {job.job_id for job in jobs if job.microbatches > 1}
+        held += _states({i: x for i, x in layouts.items() if i in several}, (gradient,))
+    return Layout(places=_places(held, start, capacity_bytes, remedies), training=layouts)
 
 
 def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tuple[Mode, ...]:
@@ -93,13 +99,11 @@ def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tup
 
 
 def _places(
-    layouts: Mapping[int, TrainingLayout],
+    states: Sequence[tuple[Place, Place, int]],
     start: Start,
     capacity_bytes: Mapping[Pool, int],
-    kinds: Sequence[Callable[..., Place]],
     remedies: Sequence[Remedy],
 ) -> dict[Place, int]:
-    states = [*_states(layouts, kinds)]
     room = dict(capacity_bytes)
     found: dict[Place, int] = {}
     for on_host, on_device, nbytes in states:
@@ -113,6 +117,13 @@ def _places(
     return found
 
 
+_BYTES: Mapping[Callable[..., Place], Callable[[Chunk], int]] = {
+    optimizer: lambda chunk: chunk.optimizer_bytes,
+    weight: lambda chunk: chunk.weight_bytes,
+    gradient: lambda chunk: chunk.gradient_bytes,
+}
+
+
 def _states(
     layouts: Mapping[int, TrainingLayout], kinds: Sequence[Callable[..., Place]]
 ) -> list[tuple[Place, Place, int]]:
@@ -121,7 +132,7 @@ def _states(
     for kind in kinds:
         for job_id, layout in layouts.items():
             for c, chunk in enumerate(layout.chunks):
-                nbytes = chunk.optimizer_bytes if kind is optimizer else chunk.weight_bytes
+                nbytes = _BYTES[kind](chunk)
                 if nbytes:
                     found.append((kind(job_id, c, Tier.HOST), kind(job_id, c), nbytes))
     return found

@@ -18,7 +18,9 @@ from traces.serving.request import TrainingJob
 class Windows:
     """What a job trains lies on the device; frozen weights are those that are served.
 
-    The adapters of a job are one chunk. Without adapters each unit is a chunk.
+    So do the sums of gradients of a step of several samples: what a sample holds may give way to
+    keys and values, and what earlier samples have added may not. The adapters of a job are one
+    chunk. Without adapters each unit is a chunk.
 
     Args:
         modes: of activations between forward and backward, one for all layers, or one for each.
@@ -42,13 +44,13 @@ class Windows:
         if whole := [job.job_id for job in jobs if not job.finetunes]:
             raise ValueError(
                 f"training job {whole[0]} has no samples: windows are for jobs that finetune; "
-                "choose what it finetunes on, such as training=finetune"
+                "give it what it finetunes on"
             )
 
         def in_windows(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
             return lay_out_windows(shape, trained_chunks(shape), modes)
 
-        return prepared(shapes, jobs, self.modes, "device", capacity_bytes, in_windows)
+        return prepared(shapes, jobs, self.modes, "device", capacity_bytes, in_windows, sums=True)
 
 
 def trained_chunks(shape: TrainingShape) -> list[list[int]]:

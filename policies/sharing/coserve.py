@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job, TrainingProgress, layout_of
+from engine.contract.layout import Mode
 from engine.contract.plan import Compute, Grow, Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
 from engine.contract.regions import Place, Pool, Tier, Work
@@ -60,8 +61,8 @@ class CoServe:
                 raise ValueError(f"co-serving: {name} is {value}, must be at least 1")
         if self.backward_tokens is not None and self.backward_layers > 1:
             raise ValueError(
-                f"co-serving: backward_tokens={self.backward_tokens} takes one layer in a step; "
-                f"set backward_layers=1, or backward_tokens=null"
+                f"co-serving: backward_tokens={self.backward_tokens} takes one layer in a step, "
+                f"and backward_layers is {self.backward_layers}; give one of them alone"
             )
 
     @property
@@ -95,10 +96,10 @@ class CoServe:
             tokens = self._window(left, ahead)
             window = Slice(job, tokens, Work.FORWARD, range(units), microbatch)
             return (*update, window) if tokens else update
-        top = max([u for u in range(training.first, units - 1) if backward[u] < total])
-        low = max(training.first, top + 1 - self.backward_layers)
+        back = units_back(training, microbatch, self.backward_layers)
+        top = back.stop - 1
         tokens = min(total - backward[top], self.backward_tokens or total)
-        return (*update, Slice(job, tokens, Work.BACKWARD, range(low, top + 1), microbatch))
+        return (*update, Slice(job, tokens, Work.BACKWARD, back, microbatch))
 
     def _window(self, left: int, ahead: int) -> int:
         """Tokens of a window, with so many left of the budget and so many ahead in the sample."""
@@ -125,6 +126,23 @@ def first_with_work(jobs: Iterable[Job]) -> Job | None:
         if microbatch is None or training.is_released(microbatch):
             return job
     return None
+
+
+def units_back(training: TrainingProgress, microbatch: int, most: int) -> range:
+    """The units that a sample goes back through next.
+
+    Args:
+        training: the progress of a finetuning job.
+        microbatch: of a sample that went forward whole, and has not gone back.
+        most: the most units of a launch.
+
+    Returns:
+        The highest unit that is not through, and those below it that train, or lie above what does.
+    """
+    total, (_, backward) = training.spec.tokens_of(microbatch), training.frontier(microbatch)
+    units = range(training.first, training.spec.num_units - 1)
+    top = max([unit for unit in units if backward[unit] < total])
+    return range(max(training.first, top + 1 - most), top + 1)
 
 
 def due_update(job: Job, training: TrainingProgress) -> tuple[tuple[Slice, ...], int | None]:
@@ -154,7 +172,11 @@ class CoMemory:
     preempts a request, and never keeps one out.
 
     A window forward joins the launch that serves, or follows it as a launch of its own. A backward
-    and an update have launches of their own.
+    and an update have launches of their own, and so have windows of a job that trains all
+    parameters: its weights are others than those that are served.
+
+    A batch whose first slice trains is a turn of training: it serves only where training finds no
+    room.
 
     Args:
         serving: memory policy of the requests.
@@ -165,7 +187,7 @@ class CoMemory:
         headroom: share of the device that windows leave free, so that serving can grow.
 
     Raises:
-        ValueError: `headroom` is not in [0, 1).
+        ValueError: `headroom` is not in [0, 1), or `serving` has prefix caching.
     """
 
     serving: Memory
@@ -176,6 +198,11 @@ class CoMemory:
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
             raise ValueError(f"co-serving: headroom is {self.headroom}, must be in [0, 1)")
+        if traits_of(self.serving).prefix_caching:
+            raise ValueError(
+                "co-serving: the serving memory keeps pages for later requests, and samples take "
+                "the bytes of pages without a holder; leave prefix_caching out"
+            )
 
     @property
     def traits(self) -> Traits:
@@ -193,6 +220,12 @@ class CoMemory:
         served = tuple([piece for piece in batch if piece.job.training is None])
         trained = [piece for piece in batch if piece.job.training is not None]
         samples = HeldSamples(view, plan, gives_way=self.buffers == "grown")
+        if served and batch[0].job.training is not None:
+            for piece in trained:
+                self._place(piece, view, plan)
+            if plan:
+                return
+            trained = []
         for piece in trained:  # updates come first: a window behind one finds its weights
             if piece.work is Work.UPDATE:
                 self._place(piece, view, plan)
@@ -202,7 +235,9 @@ class CoMemory:
             if piece.work is not Work.UPDATE and piece.job.job_id not in samples.restarted:
                 self._place(piece, view, plan)
         if not plan and trained and not view.serving and not view.in_flight:
-            self._refuse_endless(trained[-1], view, plan)
+            samples.give_way_to(trained[-1].job)
+            if not plan:
+                self._refuse_endless(trained[-1], view, plan)
 
     def _place(self, piece: Slice, view: View, plan: PlanBuilder) -> None:
         """Writes a launch that finetunes, if there is room for it."""
@@ -214,7 +249,7 @@ class CoMemory:
             return
         plan.grow_all(grows)
         op = Compute((piece,), footprint.reads, footprint.writes, view.device)
-        if self.fused and piece.work is Work.FORWARD:
+        if self.fused and joins(piece):
             plan.join(op)
         else:
             plan.launch(op)
@@ -256,12 +291,32 @@ class CoMemory:
         _, grows = self._growth(piece, view, plan)
         pool: Pool = (Tier.GPU, view.device)
         need = sum([op.nbytes for op in grows]) + self._headroom_bytes(view)
-        trains_all = training.spec.recipe.lora_rank is None
-        more = (Remedy.TRAIN_ADAPTERS,) if trains_all else ()
-        remedies = (Remedy.SHORTER_SEQUENCES, Remedy.RECOMPUTE, *more)
+        modes = {unit.mode for unit in layout_of(training).units[1:-1]}
+        found = {
+            Remedy.SHORTER_SEQUENCES: True,
+            Remedy.RECOMPUTE: Mode.KEEP in modes,
+            Remedy.TRAIN_ADAPTERS: training.spec.recipe.lora_rank is None,
+        }
+        remedies = [remedy for remedy, helps in found.items() if helps]
         what = f"a window of training job {piece.job.job_id}"
+        if spare := self._headroom_bytes(view):
+            what += f" beside a headroom of {spare:,}"
         if (deficit_bytes := need - plan.room(pool)) > 0:
             raise OutOfMemory(pool, deficit_bytes, what, remedies)
+
+
+def joins(piece: Slice) -> bool:
+    """Whether a launch that finetunes may join one that serves, whose weights it then shares.
+
+    Args:
+        piece: a slice of a finetuning job.
+
+    Returns:
+        True for a window forward of a job that trains adapters.
+    """
+    training = piece.job.training
+    assert training is not None
+    return piece.work is Work.FORWARD and training.spec.recipe.lora_rank is not None
 
 
 class HeldSamples:
@@ -306,13 +361,25 @@ class HeldSamples:
         shown = replace(side, held_bytes=held, free_bytes=free)
         return shown, plan.within({pool: plan.room(pool) + nbytes}, self._make_room)
 
+    def give_way_to(self, job: Job) -> None:
+        """Has the sample of the last job begin anew, if that came behind another.
+
+        Args:
+            job: a job whose sample finds no room.
+        """
+        if self._jobs and self._jobs[-1][0] is not job:
+            self._restart_last()
+
     def _make_room(self, pool: Pool, nbytes: int) -> None:
         while self._jobs and self._plan.room(pool) < nbytes:
-            job, places = self._jobs.pop()
-            for place in places:
-                self._plan.free(place)
-            self._plan.restart(job)
-            self.restarted.add(job.job_id)
+            self._restart_last()
+
+    def _restart_last(self) -> None:
+        job, places = self._jobs.pop()
+        for place in places:
+            self._plan.free(place)
+        self._plan.restart(job)
+        self.restarted.add(job.job_id)
 
 
 def _held_places(job: Job, plan: PlanBuilder, device: int) -> list[Place]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
 from engine.contract.view import Cost, Profile, View
-from policies.sharing.coserve import due_update, first_with_work
+from policies.sharing.coserve import due_update, first_with_work, joins, units_back
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 
@@ -23,9 +24,9 @@ class CoServeSlo:
 
     A step serves first. Then it takes the longest window forward, or the most layers back, with
     which the quoted duration of the step stays within the SLO less a margin. Where not even one
-    layer back fits, it takes the longest window of it. A step that serves nothing is bounded, too,
-    so that a request that comes meanwhile waits no longer than that (FlexLLM, arXiv 2402.18789;
-    details where the paper has none are ours).
+    layer back fits, it takes the longest window of it. A step that serves nothing is bounded, too:
+    a request that comes meanwhile waits for as many such steps as are in flight (FlexLLM, arXiv
+    2402.18789; details where the paper has none are ours).
 
     Quotes are corrected by what the newest launches took beside their quotes, so that a predictor
     that is wrong in the mean keeps the SLO as well.
@@ -38,6 +39,7 @@ class CoServeSlo:
         token_budget: the most tokens of a launch, of requests and the window together.
         multiple: windows are multiples of so many tokens, but for the last of a sample.
         corrects: whether quotes are corrected by measurements.
+        fused: whether the memory policy has a window join the launch that serves.
 
     Raises:
         ValueError: a number is not above 0, or `margin` is not in [0, 1).
@@ -50,12 +52,13 @@ class CoServeSlo:
     token_budget: int = 2048
     multiple: int = 16
     corrects: bool = True
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for name in ("slo_s", "idle_s", "token_budget", "multiple"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"co-serving: {name} is {value}, must be above 0")
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"co-serving: {name} is {value}, must be above 0 and finite")
         if not 0 <= self.margin < 1:
             raise ValueError(f"co-serving: margin is {self.margin}, must be in [0, 1)")
 
@@ -123,8 +126,9 @@ class _Step:
             window = Slice(job, ahead, Work.FORWARD, range(units), microbatch)
             tokens = self._forward_tokens(window)
             return (*update, window._replace(tokens=tokens)) if tokens else update
-        top = max([u for u in range(training.first, units - 1) if backward[u] < total])
-        window = Slice(job, total - backward[top], Work.BACKWARD, range(top, top + 1), microbatch)
+        back = units_back(training, microbatch, 1)
+        top = back.start
+        window = Slice(job, total - backward[top], Work.BACKWARD, back, microbatch)
         found = self._backward(window, 0 if backward[top] else top - training.first)
         return update if found is None else (*update, found)
 
@@ -132,9 +136,14 @@ class _Step:
         """Tokens of the longest window with which the launch that serves stays in time."""
         used = sum([piece.tokens for piece in self._serves])
 
+        is_fused = self._settings.fused and joins(window)
+        left_ns = self._limit_ns
+        if self._serves and not is_fused:
+            left_ns -= self._ns(*self._serves)
+
         def fits(tokens: int) -> bool:
             own = window._replace(tokens=tokens)
-            return self._ns(*self._serves, own) <= self._limit_ns
+            return self._ns(*(self._serves if is_fused else ()), own) <= left_ns
 
         most = min(window.tokens, self._settings.token_budget - used)
         return self._longest(most, window.tokens, fits)
@@ -144,7 +153,7 @@ class _Step:
         served_ns = self._ns(*self._serves) if self._serves else 0
         left_ns, own_ns = self._limit_ns - served_ns, self._ns(window)
         if own_ns <= left_ns:
-            count = min(below, int(left_ns / own_ns) - 1)
+            count = min(below, int(left_ns / own_ns) - 1) if own_ns else below
             while count and self._ns(self._down(window, count)) > left_ns:
                 count -= 1
             return self._down(window, count)

@@ -9,7 +9,7 @@ from engine.contract.plan import Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
 from engine.contract.view import View
-from policies.sharing.coserve import due_update, first_with_work
+from policies.sharing.coserve import due_update, first_with_work, units_back
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 
@@ -21,9 +21,10 @@ class Temporal:
     """FlexLLM's temporal sharing: after some steps that serve, two steps train and serve nothing.
 
     The first of these takes the sample forward whole, the second takes it back through all layers.
-    A step trains, too, where nothing is there to serve. Three modes of flexflow-serve are settings
-    of this rule: fixed (`every` alone), dynamic (`busy_every` as well), and limited (windows and
-    layers as for co-serving, in steps that serve nothing).
+    A step trains, too, where nothing is there to serve, and serves where training finds no room.
+    Three modes of flexflow-serve are settings of this rule: fixed (`every` alone), dynamic
+    (`busy_every` as well), and limited (windows and layers as for co-serving, in steps that serve
+    nothing).
 
     Args:
         serving: scheduling of the requests.
@@ -56,11 +57,11 @@ class Temporal:
     def traits(self) -> Traits:
         """The bounds of serving, with the tokens of a window that goes forward by itself."""
         serving = traits_of(self.serving)
-        own = self.window_tokens
         return Traits(
-            step_tokens=(serving.step_tokens and own and max(own, serving.step_tokens)) or 0,
+            step_tokens=serving.step_tokens and max(self.window_tokens or 0, serving.step_tokens),
             prompt_tokens=serving.prompt_tokens,
             max_jobs=serving.max_jobs,
+            whole_samples=self.window_tokens is None,
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:
@@ -68,7 +69,7 @@ class Temporal:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
         if job is None or (serves and not self._trains_now(view)):
             return serves
-        return self._training(job)
+        return (*self._training(job), *serves)  # serves where training finds no room
 
     def _trains_now(self, view: View) -> bool:
         """Whether it is the turn of training."""
@@ -84,11 +85,9 @@ class Temporal:
         if microbatch is None or not training.is_released(microbatch):
             return update
         total, units = training.spec.tokens_of(microbatch), training.spec.num_units
-        forward, backward = training.frontier(microbatch)
+        forward, _ = training.frontier(microbatch)
         if ahead := total - forward[-1]:
             tokens = min(ahead, self.window_tokens or ahead)
             return (*update, Slice(job, tokens, Work.FORWARD, range(units), microbatch))
-        top = max([u for u in range(training.first, units - 1) if backward[u] < total])
-        count = self.backward_layers or units
-        low = max(training.first, top + 1 - count)
-        return (*update, Slice(job, total, Work.BACKWARD, range(low, top + 1), microbatch))
+        back = units_back(training, microbatch, self.backward_layers or units)
+        return (*update, Slice(job, total, Work.BACKWARD, back, microbatch))

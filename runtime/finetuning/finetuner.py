@@ -91,6 +91,13 @@ class Finetuner:
         self._so_far = torch.zeros(())  # loss of the sample under way
         self._ids: tuple[int, Tensor] = (-1, torch.empty(0))
 
+    def begin(self) -> None:
+        """Takes the memory that is the job's from the start: the sums of steps of many samples."""
+        if self.job.microbatches > 1:
+            for chunk, trains in enumerate(self._states.trains):
+                if trains:
+                    self._sum(self._states.gradient(chunk), chunk)
+
     # ---- windows forward
     def ids(self, microbatch: int) -> Tensor:
         """Token ids of a sample, [1, tokens]. Safe to call from several threads."""
@@ -110,7 +117,7 @@ class Finetuner:
             recording = Recording(roles, self._kv(window), slots)
             with recording:
                 out = trainee.layer(index, hidden, turns, recording)
-            self.keep(index, {INPUT: hidden[0], **recording.kept})
+            self.keep(window, index, {INPUT: hidden[0], **recording.kept})
             hidden = out
         self.finish(window, hidden)
 
@@ -118,11 +125,11 @@ class Finetuner:
         """The window as rows from `first` on of a launch that serves."""
         return FusedWindow(self.trainee.by_address, first, window.tokens)
 
-    def keep(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+    def keep(self, window: SampleWindow, layer: int, kept: Mapping[str, Tensor]) -> None:
         """Keeps what a layer has recorded of a window; nothing below the first unit that trains."""
         if layer + 1 >= self.trainee.first:
             storages = storages_of(kept, self._fields(layer))
-            self._append(self._kept(layer + 1), storages)
+            self._append(window, self._kept(layer + 1), storages)
 
     @torch.no_grad()
     def finish(self, window: SampleWindow, hidden: Tensor) -> None:
@@ -148,7 +155,7 @@ class Finetuner:
             gradient[low - window.start :] = to_rows[0]
             self._add(trained, to_parameters)
             loss = found.detach()
-        self._append(self._passed, [own(gradient).untyped_storage()])
+        self._append(window, self._passed, [own(gradient).untyped_storage()])
         self._so_far = self._so_far + loss if window.start else loss
         if window.stop == sample.tokens:
             self._losses[microbatch] = self._so_far
@@ -173,7 +180,7 @@ class Finetuner:
             else:
                 passed[window.start : window.stop] = rows
         if not window.start and units.start == self.trainee.first:
-            self._end_sample()
+            self._end_sample(window.microbatch)
 
     def _layer(
         self,
@@ -258,14 +265,16 @@ class Finetuner:
         sums = typed(present(stay.storages[0]), dtype, shape)
         return sums.zero_() if window.stop == total else sums
 
-    def _end_sample(self) -> None:
-        """Adds the gradients of a sample to those of the step."""
+    def _end_sample(self, microbatch: int) -> None:
+        """Adds the gradients of a sample to those of the step, which begin with its first one."""
         if self.job.microbatches == 1:
             return
+        is_first = microbatch % self.job.microbatches == 0
         for chunk, trains in enumerate(self._states.trains):
             if trains:
                 sample = self._sum(self._of_sample(chunk), chunk)
-                self._sum(self._states.gradient(chunk), chunk).add_(sample)
+                sums = self._sum(self._states.gradient(chunk), chunk)
+                sums.copy_(sample) if is_first else sums.add_(sample)
 
     # ---- updates
     @torch.no_grad()
@@ -347,9 +356,13 @@ class Finetuner:
     def _kept(self, unit: int) -> Region:
         return regions.kept(self.job.job_id, unit).region
 
-    def _append(self, region: Region, storages: Sequence[UntypedStorage]) -> None:
+    def _append(
+        self, window: SampleWindow, region: Region, storages: Sequence[UntypedStorage]
+    ) -> None:
+        """Adds a window to what a region has of the sample; that of the sample before it goes."""
         stay = self._store.find(region, Tier.GPU, "a window forward", as_new=False)
-        self._store.put(region, [*stay.storages, *storages])
+        before = stay.storages if window.start else ()
+        self._store.put(region, [*before, *storages])
 
     def _kv(self, window: SampleWindow) -> WindowKV:
         return WindowKV(self._arena, window.table, window.start, window.tokens)

@@ -73,6 +73,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         for place, nbytes in places.items():
             if place.region.owner in finetuners:
                 store.grow(place, nbytes)
+        for finetuner in finetuners.values():
+            finetuner.begin()
 
     @property
     def parts(self) -> tuple[ServingMachine]:
@@ -166,8 +168,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             inputs = [fused.began(hidden) for _, _, fused in own]
             with Fusing([fused for _, _, fused in own]):
                 hidden = decoder.layer(layer, hidden, angles, packed.rows)
-            for (finetuner, _, fused), rows in zip(own, inputs, strict=True):
-                finetuner.keep(layer, {INPUT: rows, **fused.kept})
+            for (finetuner, window, fused), rows in zip(own, inputs, strict=True):
+                finetuner.keep(window, layer, {INPUT: rows, **fused.kept})
                 fused.kept = {}
         packed.rows.scratch.clear()
         for finetuner, window, fused in own:

@@ -25,7 +25,7 @@ from sim.cost.launch_shape import (
     shifted,
     training_slices,
 )
-from sim.cost.training_launch import Trained, workspace_of
+from sim.cost.training_launch import Trained, loss_workspace, workspace_of
 from sim.cost.training_operators import Prices
 from sim.cost.windows import WindowShape, window_of
 
@@ -290,16 +290,16 @@ class ShapePriced(LaunchCost):
             return self.served_ns(launch)
         op = compute_of(launch)
         if finetunes(training) and training[0].work is not Work.UPDATE:
-            return self.window_ns(launch, training[0])
+            return self.windows_ns(launch, training)
         ns = sum([self.prices.ns(op, piece) for piece in training])
         return ns + (0 if len(training) == len(op.slices) else self.served_ns(served_part(launch)))
 
-    def window_ns(self: _Shapes, launch: Launch, piece: Slice) -> int:
-        """Duration of a window, with what is served beside it.
+    def windows_ns(self: _Shapes, launch: Launch, training: Sequence[Slice]) -> int:
+        """Duration of windows, with what is served beside them.
 
         Args:
             launch: a Compute with its pieces.
-            piece: its finetuning slice.
+            training: its finetuning slices, all of them forward or all back.
 
         Returns:
             Nanoseconds on the launch's lane.
@@ -307,24 +307,26 @@ class ShapePriced(LaunchCost):
         Raises:
             ValueError: the cost has no price for finetuning.
         """
-        at = launch.pieces[compute_of(launch).slices.index(piece)].context_tokens
-        window = window_of(piece, at, self.model)
-        if piece.work is Work.BACKWARD:
-            return self.back_ns(window)
-        return self.forward_ns(launch, window) + self.extra_ns(window)
+        pairs = zip(compute_of(launch).slices, launch.pieces, strict=True)
+        starts = {id(own): piece.context_tokens for own, piece in pairs}
+        windows = [window_of(piece, starts[id(piece)], self.model) for piece in training]
+        if training[0].work is Work.BACKWARD:
+            return sum([self.back_ns(window) for window in windows])
+        labels = sum([window.labels for window in windows])
+        return self.forward_ns(launch, labels) + sum([self.extra_ns(w) for w in windows])
 
-    def forward_ns(self: _Shapes, launch: Launch, window: WindowShape) -> int:
-        """Duration of serving a launch whose window is one more prompt slice.
+    def forward_ns(self: _Shapes, launch: Launch, labels: int) -> int:
+        """Duration of serving a launch whose windows are more prompt slices.
 
         Args:
             launch: a Compute with its pieces.
-            window: its window forward, whose labels are rows of the head.
+            labels: of its windows forward, which are rows of the head.
 
         Returns:
             Nanoseconds.
         """
         tokens, contexts, samples = forward_shape(launch)
-        return self.shape_ns(tokens, contexts, samples + window.labels)
+        return self.shape_ns(tokens, contexts, samples + labels)
 
     def extra_ns(self, window: WindowShape) -> int:
         """No price by default. See ShapeCost.
@@ -445,9 +447,9 @@ class ShapePriced(LaunchCost):
             tokens, contexts, samples = forward_shape(launch)
             at = op.slices.index(training[0])
             window = window_of(training[0], contexts[at], self.model)
-            shape = tokens, contexts, samples + window.labels
-            return self.model.workspace_bytes(*shape, self.page_tokens)
-        nbytes = [workspace_of(op, piece) for piece in training]
+            layers = self.model.workspace_bytes(tokens, contexts, samples, self.page_tokens)
+            return max(layers, loss_workspace(training[0], window.labels))
+        nbytes = [workspace_of(op, piece, self.page_tokens) for piece in training]
         if not training or len(training) < len(op.slices):
             shape = forward_shape(served_part(launch) if training else launch)
             nbytes.append(self.model.workspace_bytes(*shape, self.page_tokens))
@@ -476,9 +478,9 @@ class _Shapes(ShapeCost, Protocol):
 
     def served_ns(self, launch: Launch) -> int: ...
 
-    def window_ns(self, launch: Launch, piece: Slice) -> int: ...
+    def windows_ns(self, launch: Launch, training: Sequence[Slice]) -> int: ...
 
-    def forward_ns(self, launch: Launch, window: WindowShape) -> int: ...
+    def forward_ns(self, launch: Launch, labels: int) -> int: ...
 
 
 @dataclass(frozen=True)

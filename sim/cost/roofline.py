@@ -271,13 +271,13 @@ class Roofline(ShapePriced):
             raise ValueError(f"no cost is known for a {trained.group} on the host's lane")
         return round(sum(op.repeats * op.nbytes for op in ops) / self.device.update_rate * 1e9)
 
-    def forward_ns(self, launch: Launch, window: WindowShape) -> int:
+    def forward_ns(self, launch: Launch, labels: int) -> int:
         """See ShapePriced.forward_ns: decodes enter by their sums alone."""
         if not self._is_own:
             tokens, contexts, samples = forward_shape(launch)
-            return self.shape_ns(tokens, contexts, samples + window.labels)
+            return self.shape_ns(tokens, contexts, samples + labels)
         mix = self._mix(launch)
-        return self._mix_ns(mix._replace(samples=mix.samples + window.labels), 0)
+        return self._mix_ns(mix._replace(samples=mix.samples + labels), 0)
 
     def extra_ns(self, window: WindowShape) -> int:
         """What a window forward costs beyond serving its tokens, by its operators.

@@ -235,12 +235,13 @@ def element_bytes(recipe: Recipe) -> int:
     return item + scaled + 2 * 4 * states + 2 * 4 + (0 if is_wide else item)
 
 
-def workspace_of(op: Compute, piece: Slice) -> int | None:
+def workspace_of(op: Compute, piece: Slice, page_tokens: int) -> int | None:
     """Workspace of a training slice by its job's layout.
 
     Args:
         op: the operation that holds the slice.
-        piece: a training slice.
+        piece: a training slice; a window forward of a finetuning job takes none here.
+        page_tokens: tokens in a page of KV.
 
     Returns:
         Bytes taken and given back, the largest over its units or chunks; None without a layout.
@@ -256,9 +257,28 @@ def workspace_of(op: Compute, piece: Slice) -> int | None:
         if piece.work is not Work.BACKWARD:
             return 0
         total = training.spec.tokens_of(piece.microbatch)
-        return layout.windows.backward.of(own, piece.tokens, total)
+        keys = -(-total // page_tokens) * page_tokens
+        return layout.windows.backward.of(own, piece.tokens, keys)
     work, numbers = _work(op, piece), piece.layers or range(layout.num_units)
     return max(_workspace(layout, unit, work) for unit in numbers)
+
+
+def loss_workspace(piece: Slice, labels: int) -> int:
+    """Workspace of the loss of a window forward.
+
+    Args:
+        piece: a slice of a finetuning job.
+        labels: of its window.
+
+    Returns:
+        Bytes; 0 without a layout.
+    """
+    training = piece.job.training
+    assert training is not None, "a slice that serves"
+    layout = training.layout
+    if layout is None or layout.windows is None:
+        return 0
+    return layout.windows.backward.of_loss(labels)
 
 
 def _workspace(layout: TrainingLayout, number: int, work: str) -> int:

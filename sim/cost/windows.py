@@ -14,16 +14,19 @@ from models.parameters import model_parameters
 from models.spec import ModelSpec
 from models.training.kept import SUM_BYTES, kept_token_bytes
 from sim.cost.training_launch import ADAPTERS, FULL
-from sim.cost.training_operators import PAIRS, ROWS, Terms
+from sim.cost.training_operators import (
+    ACCUMULATION_PASSES,
+    ADAPTER_PASSES,
+    ATTENTION_BACKWARD,
+    PAIRS,
+    ROWS,
+    Terms,
+)
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
-# A fused backward of attention runs five products over the pairs where its forward runs two: the
-# scores again, and gradients of queries, keys, values and probabilities (FlashAttention's count).
-ATTENTION_BACKWARD = 2.5
 # Elementwise work is done again from what was kept, and its backward moves twice as much.
 ELEMENTWISE_BACKWARD = 3
-ADAPTER_PASSES = 5  # an adapter's output is scaled (two passes) and added (three)
 LOSS_BYTES = 8 + 12  # per logit in float32: the log-softmax, then its gradient
 
 
@@ -40,6 +43,10 @@ class WindowShape(NamedTuple):
     adapted   (inputs, outputs) of the products of a layer that have adapters
     again     layers whose forward is repeated, since they keep their inputs alone
     kept      bytes that a token keeps in a layer
+    is_part   whether it is a part of the sample, so that a backward sums gradients of KV
+    embedding numbers of the embedding that the window back trains
+    head      numbers of the head that the window forward trains
+    ending    numbers of the sample whose gradients its last window adds to those of the step
     """
 
     work: str
@@ -52,6 +59,10 @@ class WindowShape(NamedTuple):
     adapted: tuple[tuple[int, int], ...]
     again: int
     kept: int
+    is_part: bool = False
+    embedding: int = 0
+    head: int = 0
+    ending: int = 0
 
     @property
     def pairs(self) -> int:
@@ -125,8 +136,27 @@ def shape_of(
         again = sum([layout.windows.kept[unit] < kept for unit in layers])
     adapted = _adapted(model, job.recipe)
     trains, rank = (ADAPTERS, job.recipe.lora_rank or 0) if adapted else (FULL, 0)
+    trained = _trained(model, job.recipe)
+    is_part = context > 0 or tokens < job.tokens_of(microbatch)
+    embedding = head = ending = 0
+    if labels:
+        head = trained[-1]
+    elif work is Work.BACKWARD:
+        embedding = trained[0] if units.start == 0 else 0
+        first = [count > 0 for count in trained].index(True)
+        is_last = context == 0 and units.start == first
+        ending = sum(trained) if is_last and job.microbatches > 1 else 0
     shape = (len(layers), tokens, context, labels)
-    return WindowShape(work.value, *shape, trains, rank, adapted, again, kept)
+    sums = (is_part, embedding, head, ending)
+    return WindowShape(work.value, *shape, trains, rank, adapted, again, kept, *sums)
+
+
+@lru_cache(maxsize=64)
+def _trained(model: ModelSpec, recipe: Recipe) -> tuple[int, ...]:
+    """Numbers that train, by unit; a tied table counts in both of its units."""
+    parameters, units = model_parameters(model, recipe)
+    own = [[parameters[p] for p in unit] for unit in units]
+    return tuple([sum([p.elements for p in unit if p.trains]) for unit in own])
 
 
 @lru_cache(maxsize=64)
@@ -160,6 +190,8 @@ def extra_operators(model: ModelSpec, window: WindowShape) -> list[Operator]:
         times = 2 if window.trains == FULL else 1  # the gradient of the head's weights, too
         ops.append(product(model, "head", times, labels, vocabulary, hidden))
         ops.append(Operator("elementwise", 1, 0, 6 * rows * hidden * item, rows))  # the norm
+        if window.head:
+            ops.append(_accumulation(window.head, rows))
     return ops
 
 
@@ -193,11 +225,20 @@ def backward_operators(model: ModelSpec, window: WindowShape) -> list[Operator]:
     ops += _adapters(model, window, 2)
     summed = 3 * 2 * model.kv_size * SUM_BYTES * (window.context + rows)
     read = rows * (window.kept + 2 * model.hidden_size * item)
-    ops.append(Operator("elementwise", layers, 0, read + (summed if window.context else 0), rows))
+    ops.append(Operator("elementwise", layers, 0, read + (summed if window.is_part else 0), rows))
     if window.trains == FULL:
-        moved = 3 * model.layer_matrix_parameters * SUM_BYTES
-        ops.append(Operator("elementwise", layers, 0, moved, rows))
+        ops.append(_accumulation(model.layer_matrix_parameters, rows)._replace(repeats=layers))
+    if window.embedding:  # a fresh gradient of the whole table, of which few rows are not zero
+        ops.append(Operator("elementwise", 1, 0, window.embedding * item, rows))
+        ops.append(_accumulation(window.embedding, rows))
+    if window.ending:
+        ops.append(_accumulation(window.ending, rows))
     return ops
+
+
+def _accumulation(numbers: int, rows: int) -> Operator:
+    """Gradients that are added to sums of theirs."""
+    return Operator("elementwise", 1, 0, ACCUMULATION_PASSES * numbers * SUM_BYTES, rows)
 
 
 def _adapters(model: ModelSpec, window: WindowShape, times: int) -> Iterator[Operator]:
@@ -226,7 +267,7 @@ def extra_terms(window: WindowShape) -> Terms:
 
 
 def back_terms(window: WindowShape) -> Terms:
-    """The tables whose values add up to the duration of a window back: so many for each layer.
+    """The tables whose values add up to the duration of a window back: by layer, and embedding.
 
     Args:
         window: a window back.
@@ -236,4 +277,7 @@ def back_terms(window: WindowShape) -> Terms:
     """
     how = f"{window.trains} again" if window.again else window.trains
     rows, pairs = f"window back {how} {ROWS}", f"window back {how} {PAIRS}"
-    return [(rows, (window.tokens,)), (pairs, (window.pairs,))] * max(1, window.layers)
+    found: Terms = [(rows, (window.tokens,)), (pairs, (window.pairs,))] * window.layers
+    if window.embedding:
+        found.append((f"window back embedding {ROWS}", (window.tokens,)))
+    return found

@@ -201,22 +201,21 @@ def room_for(
     requests: Sequence[Request],
     policy: Policy,
     replicas: int = 1,
+    longest_sample: int = 0,
 ) -> Room:
     """Weights, KV and workspace inside the budget. ValueError where they cannot fit.
 
-    Each replica has a device and host memory of its own, both as large as the budget says.
+    `longest_sample` is in tokens, of a job that finetunes beside the requests. Each replica has a
+    device and host memory of its own, both as large as the budget says.
     """
-    memory = memory_plan(budget, spec, device, page, requests, policy)
+    memory = memory_plan(budget, spec, device, page, requests, policy, longest_sample)
     given = _kv_bytes(budget, page)
     if given is not None and not _is_replay(policy):
         check_whole(budget, device, memory, given, _smaller_step(policy))
     kv = memory.left if given is None else given
-    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    promised = traits_of(policy)
-    reserved = promised.reserved_tokens or None  # by each job, whole
+    longest, reserved, needed = _most_needed(page, requests, policy)
     if reserved is not None and not budget.may_refuse:
         check_reservation(reserved, longest)
-    needed = page.bytes_for(reserved or longest) + promised.spare_pages * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
         pages, missing = needed // page.nbytes, needed - kv
         short = Short(*asks(longest, reserved), pages, needed, missing, _smaller_step(policy))
@@ -228,6 +227,40 @@ def room_for(
         capacity[Tier.HOST, i] = host
         weights[Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, i)] = spec.weight_bytes
     return Room(capacity, page, Layout(weights), memory, budget.graph_rows)
+
+
+class MostNeeded(NamedTuple):
+    """What one request needs of KV at most."""
+
+    longest_tokens: int
+    reserved_tokens: int | None  # by each job, whole
+    nbytes: int
+
+
+def _most_needed(page: PageSize, requests: Sequence[Request], policy: Policy) -> MostNeeded:
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    promised = traits_of(policy)
+    reserved = promised.reserved_tokens or None
+    nbytes = page.bytes_for(reserved or longest) + promised.spare_pages * page.nbytes
+    return MostNeeded(longest, reserved, nbytes)
+
+
+def check_states(
+    budget: Budget, room: Room, planned: Layout, requests: Sequence[Request], policy: Policy
+) -> None:
+    """ValueError where states of finetuning leave the longest request too few pages."""
+    states, page = sum([n for p, n in planned.places.items() if p.pool == GPU]), room.page
+    kv = room.capacity_bytes[GPU] - sum([n for p, n in room.layout.places.items() if p.pool == GPU])
+    longest, reserved, needed = _most_needed(page, requests, policy)
+    least = page.nbytes if budget.may_refuse else needed
+    if kv - states < least:
+        who, _ = asks(longest, reserved)
+        raise ValueError(
+            f"budget: {_mib(least - kv + states)} short: what the job trains takes {_mib(states)} "
+            f"of the {_mib(kv)} for KV, and {who} needs {_mib(needed)}; train adapters "
+            "(training/recipe=lora), take training.microbatches=1, raise budget.fraction, or take "
+            "a larger device"
+        )
 
 
 def training_room(budget: Budget, device: Device, page: PageSize) -> Room:
@@ -250,20 +283,26 @@ def memory_plan(
     page: PageSize,
     requests: Sequence[Request],
     policy: Policy,
+    longest_sample: int = 0,
 ) -> MemoryPlan:
     """What a device's memory is for: on a GPU as an engine plans that profiles itself.
 
-    The CPU stand-in sets aside what its own largest step is measured to allocate.
+    The CPU stand-in sets aside what its own largest step is measured to allocate. A sample of so
+    many tokens is a step of its own where the scheduling takes samples whole.
     """
+    whole = longest_sample if traits_of(policy).whole_samples else 0
     reserve = device.reserve_bytes + graph_bytes(spec, budget.graph_rows, page)
     if not device.is_cpu:
         tokens, jobs = _max_step(budget, requests, policy)
-        given = (device.memory_bytes, budget.fraction, tokens, jobs, reserve, page)
+        given = (device.memory_bytes, budget.fraction, max(tokens, whole), jobs, reserve, page)
         return plan_memory(spec, *given)
     return MemoryPlan(
         usable=int(budget.fraction * device.memory_bytes),
         weights=spec.weight_bytes,
-        activation=_workspace_bytes(budget, spec, page.tokens, requests, policy),
+        activation=max(
+            _workspace_bytes(budget, spec, page.tokens, requests, policy),
+            spec.workspace_bytes([whole], [0], 0, page.tokens) if whole else 0,
+        ),
         reserve=reserve,
         page=page.nbytes,
     )

@@ -209,7 +209,9 @@ def _profile_shapes(point: ComposedConfig, folder: Path) -> None:
 
 def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
     """Requests of the fitted replay: as many as the scheduling would serve together."""
-    most = int((scheduling or {}).get("max_jobs", REQUESTS))
+    node = scheduling or {}
+    serving = node.get("serving") or {}  # of a policy that shares the device
+    most = int(node.get("max_jobs", serving.get("max_jobs", REQUESTS)))
     return min(max(REQUESTS, most), MOST_REQUESTS)
 
 

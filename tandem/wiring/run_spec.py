@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.contract.layout import Layout
 from engine.contract.policy import Policy, Router, traits_of
-from engine.contract.regions import PageSize, Place, Pool
+from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from engine.results.plan_log import check_jobs, read_plans
 from models.spec import ModelSpec
 from policies.composed import Composed as ComposedPolicy
@@ -22,7 +23,7 @@ from tandem.config.build import Builder
 from tandem.config.check import arguments, conform
 from tandem.config.composed_config import ComposedConfig
 from tandem.config.slo import Decoding, decoding_of
-from tandem.wiring.budget import Budget, Room, room_for, training_room
+from tandem.wiring.budget import Budget, Room, check_states, room_for, training_room
 from tandem.wiring.cost import KernelProfile, foreign_cost, is_kernel_profile
 from tandem.wiring.training import Trainee, laid_out, trainees_of
 from tandem.wiring.workload import requests_of
@@ -95,6 +96,11 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
             f"group: {group.ranks} devices train one model and serve nothing; choose trace=none "
             "and what to train, training=..."
         )
+    if group.ranks > 1 and any([trainee.job.finetunes for trainee in trainees]):
+        raise ValueError(
+            f"group: {group.ranks} devices train whole microbatches together; finetuning on "
+            "samples runs on one device: set group.devices=1 and group.nodes=1"
+        )
     if trainees and not requests:
         spec = trainees[0].spec  # in the dtype that it trains in
     if isinstance(policy, RecordedPlans):
@@ -109,7 +115,15 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         )
     room = _room(config, device, spec, page, requests, trainees, policy, replicas)
     quoted = PolicyCost(cost, _nothing)
-    planned = laid_out(config, builder, trainees, room.capacity_bytes, quoted, policy)
+    left_bytes = dict(room.capacity_bytes)
+    if finetunes := any([trainee.job.finetunes for trainee in trainees]):
+        room = replace(room, layout=_with_served(room.layout, spec))
+        for place, nbytes in room.layout.places.items():
+            left_bytes[place.pool] -= nbytes
+    planned = laid_out(config, builder, trainees, left_bytes, quoted, policy)
+    if finetunes and requests:
+        budget, _ = _space(config, device)
+        check_states(budget, room, planned, requests, policy)
     places = {**room.layout.places, **planned.places}
     depth, decoding = _int_within(1, MOST_DEPTH, config, "depth"), decoding_of(config, spec)
     if not decoding.forced and depth > 1:
@@ -187,7 +201,8 @@ def _room(
     if requests and budget.device_bytes is not None:
         raise ValueError("budget.device_bytes is for training alone; take budget.fraction")
     if requests:
-        return room_for(budget, device, spec, page, requests, policy, replicas)
+        longest = max([t.job.sequence_tokens for t in trainees if t.job.finetunes], default=0)
+        return room_for(budget, device, spec, page, requests, policy, replicas, longest)
     return training_room(budget, device, page)
 
 
@@ -197,6 +212,12 @@ def training_space(point: ComposedConfig) -> dict[Pool, int]:
     budget, device = _space(point.config, device)
     page = PageSize.of(spec_of(point), _int_from(1, point.config, "page_tokens"))
     return training_room(budget, device, page).capacity_bytes
+
+
+def _with_served(layout: Layout, spec: ModelSpec) -> Layout:
+    """A layout with the weights that a finetuning job shares, also where nothing is served."""
+    served = {Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, 0): spec.weight_bytes}
+    return replace(layout, places={**served, **layout.places})
 
 
 def _device(config: Mapping[str, Any], builder: Builder) -> tuple[Device, Group]:

@@ -188,12 +188,25 @@ def laid_out(
 
     node = planner_of(config)
     try:
-        return prepared(node)
+        found = prepared(node)
+        _check_windows(found, jobs)
+        return found
     except OutOfMemory as error:
         tiers = traits_of(policy).states_in
         if (start := _other_start(node, tiers, prepared)) is None:
             raise
         raise error.with_first(STARTING[start]) from None
+
+
+def _check_windows(layout: Layout, jobs: Sequence[TrainingJob]) -> None:
+    """ValueError where a job that finetunes on samples is laid out for whole microbatches."""
+    for job in jobs:
+        if job.finetunes and layout.training[job.job_id].windows is None:
+            raise ValueError(
+                "training=finetune goes through samples in windows of tokens, and this policy "
+                "trains whole microbatches: take policy=coserve, coserve_slo or temporal, or "
+                "training=random"
+            )
 
 
 def _other_start(

@@ -59,7 +59,10 @@ class Run:
 @lru_cache
 def run(backend: str, *overrides: str) -> Run:
     """Carries a small run out."""
-    point = composed([*SMALL, *f"backend={backend}".split(), *overrides])
+    small = [*SMALL]
+    if any([word.startswith("policy=") for word in overrides]):  # which has other settings
+        small = [word for word in SMALL if not word.startswith("scheduling.")]
+    point = composed([*small, *f"backend={backend}".split(), *overrides])
     found = run_spec_of(point)
     with backend_of(found, point.config["backend"]) as world:
         recorder = Recorder(world.meter)
@@ -103,6 +106,22 @@ def test_kept_or_computed_again_gives_equal_bits() -> None:
     """Windows run by themselves here: what is computed again has rows of its own, too."""
     kept, again = (run("lockstep", *UNFUSED, f"planner.modes={m}") for m in ("keep", "recompute"))
     assert not differing(again.result, kept.result)
+
+
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, WHOLE_MODEL], ids=str)
+def test_buffers_that_last_change_no_bit(words: tuple[str, ...]) -> None:
+    """Each sample finds the memory of the one before it, and none of its contents."""
+    grown, static = (run("lockstep", *words, f"memory.buffers={b}") for b in ("grown", "static"))
+    assert static.spec.trainees[0].job.num_steps * 2 > 2
+    assert not differing(static.result, grown.result)
+
+
+def test_a_turn_of_training_without_room_serves() -> None:
+    """Temporal sharing under pressure ends, and every request has its tokens."""
+    words = (*TIGHT, "policy=temporal", "scheduling.every=3")
+    found = run("lockstep", *words)
+    assert found.log == run("sim", *words).log
+    check_tokens(found)
 
 
 @pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT, GPT2, HALF], ids=str)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.contract import regions
 from engine.contract.layout import Mode
 from tests.finetuning.windows_by_hand import (
     JOB,
@@ -36,8 +35,6 @@ def trained(made: ByHand, seed: int = 0) -> tuple[list[float], Gradients]:
         losses.append(sum(made.finetuner.loss(m) for m in own) / MICROBATCHES)
         made.update(step)
         made.end()
-        for chunk in made.layout.trained_by:
-            made.store.free(regions.gradient(JOB, chunk))
     weights = made.machine.weights(JOB)
     return losses, {name: weights[name] for name in made.trainable()}
 

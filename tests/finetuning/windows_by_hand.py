@@ -114,6 +114,8 @@ class ByHand:
             places[regions.weight(JOB, c)] = chunk.weight_bytes
             if chunk.optimizer_bytes:
                 places[regions.optimizer(JOB, c)] = chunk.optimizer_bytes
+            if self.job.microbatches > 1:
+                places[regions.gradient(JOB, c)] = chunk.gradient_bytes
         self.machine = FinetuningMachine(serving, {JOB: self.finetuner}, self.store, places)
         self.owner = Job(JOB, 0, longest, longest, training=TrainingProgress(self.job, self.layout))
         self.pages: list[int] = []

@@ -89,12 +89,16 @@ def by_requests(launch: Launch) -> int:
 
 
 @pytest.mark.parametrize("backward_tokens", [None, 7])
-@pytest.mark.parametrize("seed", range(6))
-def test_finetuning_preempts_no_request(seed: int, backward_tokens: int | None) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_finetuning_preempts_no_request(
+    seed: int, microbatches: int, backward_tokens: int | None
+) -> None:
     """Requests are planned as if samples held nothing, whether these are there or not."""
     rng = random.Random(seed)
     job = random_job(rng, 1000, until_served=True)
-    job = finetuning_job(1000, job.samples, num_steps=1 << 20, until_served=True)
+    given = {"microbatches": microbatches, "num_steps": 1 << 20, "until_served": True}
+    job = finetuning_job(1000, job.samples, **given)
     requests, pages = random_requests(seed, 30), rng.choice(PAGES)
     policy = coserving(backward_tokens=backward_tokens)
     both = run([job], requests, pages, policy=policy, duration=by_requests).check()

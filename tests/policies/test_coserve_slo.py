@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -21,10 +23,18 @@ from policies.sharing.temporal import Temporal
 from sim.cost.contract import PolicyCost
 from sim.cost.roofline import Roofline
 from sim.executor import SimExecutor
-from tests.policies.finetuning_jobs import PAGE, SPEC, finetuning_job, layout_of_jobs
-from tests.support.replays import random_requests
+from tests.policies.finetuning_jobs import (
+    BUDGET,
+    PAGE,
+    SPEC,
+    finetuning_job,
+    layout_of_jobs,
+    random_job,
+)
+from tests.support.replays import random_requests, replay
 from tests.training.training_jobs import device
 from traces.serving.request import Request, Sample, TrainingJob
+from traces.training.recipe import Recipe
 
 PAGES = 4000
 DEVICE = replace(device("cpu"), kernel_ns=0, dispatch_ns=0)
@@ -185,6 +195,7 @@ def test_an_slo_that_serving_alone_breaks_leaves_no_finetuning() -> None:
         ({"slo_s": 0.0}, "slo_s is 0.0, must be above 0"),
         ({"slo_s": 1.0, "margin": 1.0}, r"margin is 1.0, must be in \[0, 1\)"),
         ({"slo_s": 1.0, "multiple": 0}, "multiple is 0, must be above 0"),
+        ({"slo_s": inf}, "slo_s is inf, must be above 0 and finite"),
     ],
 )
 def test_wrong_settings_are_told(given: dict[str, Any], told: str) -> None:
@@ -233,6 +244,29 @@ def test_a_limited_turn_is_a_window_or_some_layers() -> None:
     told = [(p.work, p.tokens, len(p.layers or ())) for p in own[:5]]
     forward = [(Work.FORWARD, n, 6) for n in (20, 20, 10)]
     assert told == [*forward, (Work.BACKWARD, 50, 2), (Work.BACKWARD, 50, 2)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_of_training_without_room_serve(seed: int) -> None:
+    """Requests fill the pool while a sample waits: serving goes on, and training comes again."""
+    rng = random.Random(seed)
+    jobs = [random_job(rng, 1000)]
+    requests = random_requests(rng.randint(0, 1 << 30), 30, rate=2000)
+    policy = Composed(Temporal(ChunkedPrefill(BUDGET, 12), every=2), CoMemory(PagedRestart()))
+    found = replay(
+        policy, [*requests, *jobs], pages=150, page=PAGE, layout=layout_of_jobs(jobs, 150)
+    ).check()
+    assert [row["status"] for row in found.rows("requests")] == ["finished"] * 30
+    assert len(found.rows("training")) == 3
+
+
+def test_a_job_that_trains_all_goes_back_to_its_embedding() -> None:
+    job = finetuning_job(1000, [Sample(40)] * 2, recipe=Recipe())
+    work = [*random_requests(0, 6), job]
+    recorder, _ = run(within(4 * fastest_ns(work) / 1e9), work)
+    backs = [piece.layers for piece in windows_of(recorder) if piece.work is Work.BACKWARD]
+    assert any([units is not None and units.start == 0 for units in backs])
+    assert len(recorder.tables()["training"]) == 2
 
 
 def test_wrong_turns_are_told() -> None:

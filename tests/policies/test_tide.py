@@ -41,8 +41,8 @@ def test_a_share_is_at_most_the_whole(share: float) -> None:
 def test_requests_take_what_training_can_evict(training: str, tmp_path: Path) -> None:
     """In the simulator, where the device has room for the longest request and little more."""
     planner = "fixed_chunks" if training == "patrickstar" else "unit_chunks"
-    words = ("policy=tide", f"memory/training={training}", f"planner={planner}", "limit=12")
-    run = carried_out(tmp_path / "run", *words, "arrival=all_at_once", "budget.fraction=0.0005")
+    words = ("policy=tide", f"memory@memory.training={training}", f"planner={planner}", "limit=12")
+    run = carried_out(tmp_path / "run", *words, "arrival=all_at_once", "budget.fraction=0.045")
     assert (run.requests["status"] == "finished").all() and len(run.training) == 3
     evicted = run.steps["lane"].str.contains("gpu->host")
     assert evicted.any()
@@ -59,7 +59,7 @@ def test_training_under_the_tide_is_training_alone(
     planner = "fixed_chunks" if training == "patrickstar" else "unit_chunks"
     name, *words = backend
     alone = carried_out(tmp_path / "alone", f"policy={training}", "trace=none", "backend=lockstep")
-    both = ("policy=tide", f"memory/training={training}", f"planner={planner}", "limit=8")
+    both = ("policy=tide", f"memory@memory.training={training}", f"planner={planner}", "limit=8")
     run = carried_out(tmp_path / "run", *both, f"backend={name}", *words)
     assert run.training["loss"].tolist() == alone.training["loss"].tolist()
     assert (run.requests["status"] == "finished").all() and len(run.requests) == 8
@@ -67,7 +67,7 @@ def test_training_under_the_tide_is_training_alone(
 
 @pytest.mark.slow
 def test_lockstep_decides_as_the_simulator(tmp_path: Path) -> None:
-    words = ("policy=tide", "limit=12", "arrival=all_at_once", "budget.fraction=0.0005")
+    words = ("policy=tide", "limit=12", "arrival=all_at_once", "budget.fraction=0.045")
     logs = [
         carried_out(tmp_path / name, *words, f"backend={name}").plans["body"].tolist()
         for name in ("sim", "lockstep")
@@ -80,5 +80,6 @@ def test_a_host_share_that_is_too_small_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words: list[Any] = ["policy=tide", *JOB, "limit=4", "memory.host_share=0.000001"]
+    words += ["budget.fraction=0.045"]
     assert main(["run", *words]) == 1
     assert "memory.host_share" in capsys.readouterr().err

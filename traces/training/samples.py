@@ -22,6 +22,11 @@ LENGTHS, RELEASES, ORDER = 4, 5, 6  # streams of a seed, beside those of traces.
 FEWEST = 2  # tokens of a sample: a loss is over tokens that have one before them
 
 
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ValueError(f"training.data.limit={limit}: it must be at least 1, or null for all")
+
+
 class Samples(Protocol):
     """The source of the samples of a finetuning job."""
 
@@ -95,6 +100,9 @@ class TextSamples:
     path: str
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_limit(self.limit)
+
     @property
     def name(self) -> str:
         """The name of the file."""
@@ -136,6 +144,9 @@ class ConversationSamples:
 
     path: str
     limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_limit(self.limit)
 
     @property
     def name(self) -> str:
@@ -241,8 +252,9 @@ class Finetuning(TrainingWork):
     """A job that finetunes on samples of unequal length.
 
     Samples are there at once, or come at `rate` per second, drawn by the recipe's seed. The job
-    makes `num_steps` updates, going through its samples again where these are more; without them it
-    goes through its samples once. With `until_served` it ends with the last request.
+    makes `num_steps` updates, going through its samples again where these are more; without them as
+    many as take each sample once, and begin again for what the last update lacks. With
+    `until_served` it ends with the last request.
     """
 
     data: Samples
@@ -253,6 +265,11 @@ class Finetuning(TrainingWork):
     def __post_init__(self) -> None:
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"training.rate={self.rate}: it must be above 0, or null for all")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(
+                f"training.num_steps={self.num_steps}: it must be at least 1, or null for once "
+                "through the samples"
+            )
 
     def job(self, job_id: int, num_units: int, model: str, cache: Path) -> TrainingJob:
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
@@ -267,7 +284,7 @@ class Finetuning(TrainingWork):
             self.arrival_ns,
             num_units,
             self.sequence_tokens,
-            num_steps=self.num_steps or max(1, len(samples) // self.microbatches),
+            num_steps=self.num_steps or math.ceil(len(samples) / self.microbatches),
             microbatches=self.microbatches,
             model=model,
             dataset=self.data.name,
