@@ -428,7 +428,7 @@ class Jump:
             for i in range(max(first, ended), behind):
                 op = segment.op if i + 1 == behind else segment.again()
                 ledger.touch_again(op, i + 1 - first, is_open=True)  # with the steps before it
-                in_flight.add_tail(op, run.device)
+                in_flight.add_tails((op,), run.device)
                 self._open.append(OpenStep(ends[i], run, i, op))
                 first = i + 1
 
