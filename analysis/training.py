@@ -11,6 +11,7 @@ from analysis.metric_names import TIMES, WAITING
 from analysis.run import Run, RunFacts
 from analysis.usage import window_ns
 
+DEVICE_LANES = ("compute", "compute_2")  # on which a device computes
 STEP = "mean_train_step_s"
 MEAN_STEP = "mean step after the first"
 UNITS = {  # compared metrics
@@ -115,7 +116,7 @@ def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:
     out = {"train_step_copied_bytes": float(copied) / num_steps}
     updates = rows.loc[rows["work"].eq("update"), "lane"]
     if len(updates):
-        out["device_update_share"] = float(updates.eq("compute").mean())
+        out["device_update_share"] = float(updates.isin(DEVICE_LANES).mean())
     return out
 
 
@@ -185,14 +186,15 @@ SERVED = {"serve": "serving"}  # a work of STEPS, and its name in tables
 def time_shares(run: Run) -> dict[str, float]:
     """Shares of the time from the first issue to the last end of training, by TIMES; they sum to 1.
 
-    Work on the compute lane counts as that work. Updates on the host count as `update` only while
-    the compute lane rests: updates beside it add nothing to a step.
+    Work on a compute lane counts as that work; of two at once, that which began first. Updates on
+    the host count as `update` only while compute lanes rest: updates beside them add nothing to a
+    step.
     """
     start, end = run.training["start_ns"].min(), run.training["end_ns"].max()
-    rows = run.steps[run.steps["lane"].isin(("compute", "cpu"))]
+    rows = run.steps[run.steps["lane"].isin((*DEVICE_LANES, "cpu"))]
     rows = rows[rows["end_ns"].gt(start) & rows["start_ns"].lt(end)]
     rows = rows.assign(**{name: rows[name].clip(start, end) for name in ("start_ns", "end_ns")})
-    device = rows[rows["lane"].eq("compute")]
+    device = rows[rows["lane"].isin(DEVICE_LANES)]
     busy_ns = alone_ns(device).groupby(device["work"]).sum()
     parts_ns = {SERVED.get(str(work), str(work)): float(ns) for work, ns in busy_ns.items()}
     host_ns = float(alone_ns(rows).sum() - alone_ns(device).sum())

@@ -18,6 +18,7 @@ from engine.contract.rules import plain, stored_by_slot
 COMPUTE_LANE = "compute"
 SECOND_LANE = "compute_2"  # of the device, too: what finetunes runs beside what serves
 HOST_LANE = "cpu"
+COMPUTE_LANES = (COMPUTE_LANE, SECOND_LANE)
 NET_LANE = "net"  # to the other devices of a group
 TRAINING_LANES = (HOST_LANE, SECOND_LANE)  # on which nothing is served
 

@@ -68,7 +68,7 @@ class Temporal:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
         if job is None or (serves and not self._trains_now(view)):
             return serves
-        return self._training(job)
+        return next_turn(job, self.window_tokens, self.backward_layers)
 
     def _trains_now(self, view: View) -> bool:
         """Whether it is the turn of training."""
@@ -77,18 +77,31 @@ class Temporal:
         every = self.busy_every if is_busy and self.busy_every is not None else self.every
         return view.issued % (every + TURNS) >= every
 
-    def _training(self, job: Job) -> tuple[Slice, ...]:
-        training = job.training
-        assert training is not None
-        update, microbatch = due_update(job, training)
-        if microbatch is None or not training.is_released(microbatch):
-            return update
-        total, units = training.spec.tokens_of(microbatch), training.spec.num_units
-        forward, backward = training.frontier(microbatch)
-        if ahead := total - forward[-1]:
-            tokens = min(ahead, self.window_tokens or ahead)
-            return (*update, Slice(job, tokens, Work.FORWARD, range(units), microbatch))
-        top = max([u for u in range(training.first, units - 1) if backward[u] < total])
-        count = self.backward_layers or units
-        low = max(training.first, top + 1 - count)
-        return (*update, Slice(job, total, Work.BACKWARD, range(low, top + 1), microbatch))
+
+def next_turn(
+    job: Job, window_tokens: int | None = None, backward_layers: int | None = None
+) -> tuple[Slice, ...]:
+    """What a job does when it is its turn: the update that is due, and a pass over its sample.
+
+    Args:
+        job: a finetuning job.
+        window_tokens: tokens of a window forward; None: the whole sample.
+        backward_layers: layers that a pass back goes down; None: all.
+
+    Returns:
+        Slices of the job, at most one of them forward or back.
+    """
+    training = job.training
+    assert training is not None
+    update, microbatch = due_update(job, training)
+    if microbatch is None or not training.is_released(microbatch):
+        return update
+    total, units = training.spec.tokens_of(microbatch), training.spec.num_units
+    forward, backward = training.frontier(microbatch)
+    if ahead := total - forward[-1]:
+        tokens = min(ahead, window_tokens or ahead)
+        return (*update, Slice(job, tokens, Work.FORWARD, range(units), microbatch))
+    top = max([u for u in range(training.first, units - 1) if backward[u] < total])
+    count = backward_layers or units
+    low = max(training.first, top + 1 - count)
+    return (*update, Slice(job, total, Work.BACKWARD, range(low, top + 1), microbatch))

@@ -53,6 +53,12 @@ class RunSpec:
     trainees: Sequence[Trainee] = ()
     ratios: Sequence[DurationRatio] = ()
     quote_pace: float = 1.0  # factor on the durations that policies are quoted
+    lane_share: float = 0.5  # assumed: of a device's rate, while its other compute lane is busy
+
+    @property
+    def has_two_lanes(self) -> bool:
+        """Whether what finetunes runs on a compute lane beside that of serving."""
+        return traits_of(self.policy).two_lanes
 
     @property
     def durations(self) -> LaunchCost:
@@ -130,6 +136,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         trainees=trainees,
         ratios=_ratios(config),
         quote_pace=_quote_factor(config),
+        lane_share=_lane_share(config),
     )
 
 
@@ -139,6 +146,14 @@ def _quote_factor(config: Mapping[str, Any]) -> float:
     if not 0 < pace < float("inf"):
         raise ValueError(f"quote_pace={pace}: it must be above 0")
     return float(pace)
+
+
+def _lane_share(config: Mapping[str, Any]) -> float:
+    """A lane's share of a device while both compute lanes are busy; earlier versions have none."""
+    share = conform(config.get("lane_share", 0.5), float, "lane_share")
+    if not 0 < share <= 1:
+        raise ValueError(f"lane_share={share}: it must be above 0, and at most 1")
+    return float(share)
 
 
 def _ratios(config: Mapping[str, Any]) -> tuple[DurationRatio, ...]:
