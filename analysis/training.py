@@ -77,7 +77,8 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
     """Flat scalars of finetuning on samples; empty without.
 
     Tokens per second are those that went forward, unfinished samples included, over the time from
-    the first arrival or launch to the last finish (FlexLLM's scripts). The largest gap between two
+    the first arrival or launch to the last finish (FlexLLM's scripts). Where the configuration has
+    the rate of finetuning alone, `finetune_share` is the share of it. The largest gap between two
     tokens of a request is told beside: a mean hides a stall.
     """
     if not run.rows("samples"):
@@ -91,10 +92,14 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
         gaps_ns = _gaps_ns(run)
         out = {"max_itl_s": float(gaps_ns.max()) / 1e9} if len(gaps_ns) else {}
     tokens = int(rows["forward_tokens"].sum())
+    rate = tokens / (last_ns - first_ns) * 1e9
+    alone = run.config.get("finetune_alone")
+    share = {} if alone is None else {"finetune_share": rate / float(alone)}
     return out | {
         "finetune_samples": int(rows["status"].is_("finished").sum()),
         "finetune_tokens": tokens,
-        "finetune_tokens_per_s": tokens / (last_ns - first_ns) * 1e9,
+        "finetune_tokens_per_s": rate,
+        **share,
         "finetune_restarts": int(rows["restarts"].sum()),
     }
 

@@ -394,6 +394,8 @@ def _finetuned(metrics: Mapping[str, Any]) -> list[str]:
         return []
     samples, rate = metrics["finetune_samples"], metrics["finetune_tokens_per_s"]
     told = f"finetuning: {samples} samples, {rate:.4g} tokens/s forward"
+    if "finetune_share" in metrics:
+        told += f" ({metrics['finetune_share']:.1%} of finetuning alone)"
     if again := metrics["finetune_restarts"]:
         told += f", begun anew {again} times"
     if "max_itl_s" in metrics:

@@ -230,8 +230,13 @@ def room_for(
     return Room(capacity, page, Layout(weights), memory, budget.graph_rows)
 
 
-def training_room(budget: Budget, device: Device, page: PageSize) -> Room:
-    """All of the device for training, where nothing is served."""
+def training_room(
+    budget: Budget, device: Device, page: PageSize, frozen_bytes: int = 0
+) -> Room:
+    """All of the device for training, where nothing is served.
+
+    `frozen_bytes` are weights that jobs finetune over: they lie there once, and belong to no job.
+    """
     usable = int(budget.fraction * device.memory_bytes)
     capacity = budget.device_bytes or usable - device.reserve_bytes
     if capacity > device.memory_bytes:
@@ -239,8 +244,11 @@ def training_room(budget: Budget, device: Device, page: PageSize) -> Room:
             f"budget.device_bytes={capacity}: {device.name} has {device.memory_bytes}; lower it"
         )
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
-    memory = MemoryPlan(usable, 0, 0, device.reserve_bytes, page.nbytes)
-    return Room({GPU: capacity, HOST: host}, page, Layout(), memory)
+    if frozen_bytes > capacity:
+        raise OutOfMemory(GPU, frozen_bytes - capacity, "the weights that jobs finetune over", ())
+    memory = MemoryPlan(usable, frozen_bytes, 0, device.reserve_bytes, page.nbytes)
+    weights = {Place(Region(SHARED_OWNER, Kind.WEIGHT), *GPU): frozen_bytes}
+    return Room({GPU: capacity, HOST: host}, page, Layout(weights if frozen_bytes else {}), memory)
 
 
 def memory_plan(

@@ -87,6 +87,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         ValueError: In one line, the first setting that is wrong.
     """
     config = point.config
+    _check_alone(config)
     seed = _int_from(0, config, "seed")
     builder = builder_of(point)
     spec = spec or _built(builder, config, "model", ModelSpec)
@@ -156,6 +157,13 @@ def _lane_share(config: Mapping[str, Any]) -> float:
     return float(share)
 
 
+def _check_alone(config: Mapping[str, Any]) -> None:
+    """Tokens per second of finetuning alone, which reports read; earlier versions have none."""
+    alone = conform(config.get("finetune_alone"), float | None, "finetune_alone")
+    if alone is not None and not alone > 0:
+        raise ValueError(f"finetune_alone={alone}: tokens per second, above 0")
+
+
 def _ratios(config: Mapping[str, Any]) -> tuple[DurationRatio, ...]:
     """Factors on durations of a simulation. ValueError for one that means nothing."""
     rows = (
@@ -203,7 +211,8 @@ def _room(
         raise ValueError("budget.device_bytes is for training alone; take budget.fraction")
     if requests:
         return room_for(budget, device, spec, page, requests, policy, replicas)
-    return training_room(budget, device, page)
+    frozen = [trainee.frozen_bytes for trainee in trainees if trainee.job.finetunes]
+    return training_room(budget, device, page, max(frozen, default=0))
 
 
 def training_space(point: ComposedConfig) -> dict[Pool, int]:

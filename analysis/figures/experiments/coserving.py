@@ -62,6 +62,14 @@ def _over(data: pd.DataFrame, ax: Any, x: FigureAxis, y: FigureAxis) -> Any:
     return plot_lines(data, ax, x, y, "policy")
 
 
+coserve_table = _beside(
+    "coserve_table",
+    "config.arrival.rate",
+    "policy",
+    "policy",
+    FigureAxis("rate_per_s", "requests per second"),
+    ("Ways to share a device", f"{BESIDE} A line is a policy."),
+)
 budget_sweep = _beside(
     "budget_sweep",
     "config.scheduling.token_budget",
