@@ -78,8 +78,9 @@ class TwoLaneExecutor(SimExecutor):
         self._queues.setdefault(lane, deque()).append(_Waiting(launch, done, behind))
         self._advance(lane)
 
-    def repeat(self, launch: Launch, count: int) -> None:
+    def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
         """None: durations depend on the other lane. See Repeater."""
+        return None
 
     def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """Now for each: their ends are not known. Only steps issued at once need them."""

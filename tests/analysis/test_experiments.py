@@ -210,6 +210,7 @@ COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
     [
         ("budget_sweep", ("scheduling.token_budget=24,64", "scheduling.backward_layers=1,2")),
         ("coserve_frontier", ("policy=coserve,temporal", "arrival.rate=4.0,8.0")),
+        ("coserve_table", ("policy=spatial,spatial_limited", "arrival.rate=4.0,8.0")),
     ],
 )
 def test_finetuning_is_drawn_beside_latency(
