@@ -41,6 +41,7 @@ COLORS = {
     "coserve": "#90C000",
     "coserve_slo": "#F00078",
     "temporal": "#0000F0",
+    "temporal_limited": "#E000E0",
     "spatial": "#00E000",
     "spatial_limited": "#800040",
 }
