@@ -219,11 +219,10 @@ def backend_of(run_spec: RunSpec, backend: Mapping[str, Any]) -> Iterator[Backen
         "cuda": partial(_cuda, attention=backend.get("attention")),
     }
     probe_look_s = conform(backend.get("probe_look_s"), float | None, "backend.probe_look_s")
-    if run_spec.has_two_lanes and name in MEASURED:
+    if run_spec.has_two_lanes and name == "cpu":
         log.warning(
-            "backend=%s: one thread runs both compute lanes in turn, so times are not those of "
-            "spatial sharing (backend=sim assumes some); tokens, losses and gradients are",
-            name,
+            "backend=cpu: one thread runs both compute lanes in turn, so times are not those of "
+            "spatial sharing (backend=sim assumes some); tokens, losses and gradients are"
         )
     if name in ("lockstep", "cpu"):
         check_here(run_spec)  # before torch is imported, and weights are drawn
