@@ -201,6 +201,32 @@ def test_a_crossing_is_where_the_last_disadvantage_ends() -> None:
     assert isnan(crossover(frame([1, 1]), "offload", "keep")), "not tried"
 
 
+def test_ways_to_share_have_their_bounds_beside_them(tmp_path: Path, unrendered: None) -> None:
+    """Sweeps into one folder: what shares, what serves alone, and what finetunes alone."""
+    out = ["--engine", "serial", "--out", str(tmp_path / "sweep")]
+    words = ["sweep", "experiment=coserve_table", *COSERVED]
+    shares = ["policy=spatial,spatial_limited", "arrival.rate=4.0,8.0"]
+    assert main([*words, *shares, *out]) == 0
+    serves = ["policy=chunked_restart", "training=none", "arrival.rate=8.0,16.0"]
+    assert main([*words[:2], *COSERVED[:3], *serves, *out]) == 0
+    trains = ["policy=temporal", "trace=none", "training.num_steps=2", "arrival.rate=4.0"]
+    assert main([*words, *trains, *out]) == 0
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    found = pd.read_csv(tmp_path / "sweep" / "report" / "figures" / "coserve_table.csv")
+    by_policy = dict(iter(found.groupby("policy")))
+    assert set(by_policy) == {
+        *("spatial", "spatial_limited", "serving alone", "finetuning alone"),
+        *[f"{m} of 4 devices serve" for m in (1, 2, 3)],
+    }
+    (alone,) = by_policy["finetuning alone"]["finetune_tokens_per_s"]
+    half, serving = by_policy["2 of 4 devices serve"], by_policy["serving alone"]
+    assert half["rate_per_s"].tolist() == [4.0, 8.0]
+    assert half["mean_tpot_s"].tolist() == serving["mean_tpot_s"].tolist()
+    assert half["finetune_tokens_per_s"].tolist() == pytest.approx([alone / 2] * 2)
+    for name in ("spatial", "spatial_limited"):
+        assert by_policy[name]["finetune_tokens_per_s"].between(0, alone).all()
+
+
 COSERVED = ("model=micro_llama", "device=cpu", "limit=12", "training.sequence_tokens=64")
 COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
 
@@ -210,7 +236,6 @@ COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
     [
         ("budget_sweep", ("scheduling.token_budget=24,64", "scheduling.backward_layers=1,2")),
         ("coserve_frontier", ("policy=coserve,temporal", "arrival.rate=4.0,8.0")),
-        ("coserve_table", ("policy=spatial,spatial_limited", "arrival.rate=4.0,8.0")),
     ],
 )
 def test_finetuning_is_drawn_beside_latency(
