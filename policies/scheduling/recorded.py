@@ -30,7 +30,8 @@ class RecordedPlans:
     def traits(self) -> Traits:
         """Prefix caching where jobs of the log started on shared pages: the log names the pages.
 
-        Two lanes where a launch names the second. States lie where the plans say, so no tier needs room for them beforehand.
+        Two lanes where a launch names the second one. States lie where the plans say, so no tier
+        needs room for them beforehand.
         """
         shares = any('["share"' in logged.body for logged in self.log)
         lanes = any(f'"{SECOND_LANE}"' in logged.body for logged in self.log)
