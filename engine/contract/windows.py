@@ -337,10 +337,10 @@ def last_use_in_sample(place: Place, training: TrainingProgress) -> str:
     forward, backward = training.frontier(microbatch)
     if not forward[0]:
         return ""
-    if kind is Kind.KV or slot == HIDDEN_GRADIENT:
-        return "before the sample's backward is complete"
     if kind is Kind.ACTIVATION:
         return f"before the backward of unit {part}" if backward[part] < total else ""
+    if kind is Kind.KV or slot == HIDDEN_GRADIENT:
+        return "before the sample's backward is complete"
     if slot == KV_GRADIENT and 0 < backward[part] < total:
         return f"before the backward of unit {part} is complete"
     if slot == SAMPLE_GRADIENT and any([backward[u] for u in training.trained_by.get(part, ())]):

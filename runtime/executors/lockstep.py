@@ -116,7 +116,9 @@ class CpuExecutor(Executor):
         worked, link = self._since_ns - start, self._links.get(launch.op.lane[1])
         slices = launch.op.slices if isinstance(launch.op, Compute) else ()
         took = self._paced(worked, slices) if link is None else link.duration_ns(launch.nbytes)
-        self._lanes.place(self._in_turn(launch), took, done, self._peak_bytes(launch.op, prepared), ended)
+        self._lanes.place(
+            self._in_turn(launch), took, done, self._peak_bytes(launch.op, prepared), ended
+        )
         if self._pace is not None and self._pace.is_due(worked):
             with self.paused():
                 self._pace.measure()

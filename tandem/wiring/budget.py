@@ -230,9 +230,7 @@ def room_for(
     return Room(capacity, page, Layout(weights), memory, budget.graph_rows)
 
 
-def training_room(
-    budget: Budget, device: Device, page: PageSize, frozen_bytes: int = 0
-) -> Room:
+def training_room(budget: Budget, device: Device, page: PageSize, frozen_bytes: int = 0) -> Room:
     """All of the device for training, where nothing is served.
 
     `frozen_bytes` are weights that jobs finetune over: they lie there once, and belong to no job.

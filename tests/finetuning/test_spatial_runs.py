@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -78,4 +79,4 @@ def test_measured_lanes_take_turns_and_say_so(
         for row in found.recorder.tables()["steps"].to_pylist()
         if row["lane"].startswith("compute")
     )
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))

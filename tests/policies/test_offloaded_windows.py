@@ -35,9 +35,7 @@ MIXED = (Mode.OFFLOAD, Mode.KEEP, Mode.RECOMPUTE, Mode.OFFLOAD)
 
 
 def copies(plan: Plan) -> list[Copy]:
-    return [
-        op for op in plan.ops if isinstance(op, Copy) and op.src.region.kind is Kind.ACTIVATION
-    ]
+    return [op for op in plan.ops if isinstance(op, Copy) and op.src.region.kind is Kind.ACTIVATION]
 
 
 def device_peak(found: Replay) -> int:

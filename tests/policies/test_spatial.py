@@ -203,4 +203,3 @@ def test_wrong_lanes_are_told(given: dict[str, Any], told: str) -> None:
 def test_traits_tell_of_the_second_lane() -> None:
     assert traits_of(Composed(SCHEDULINGS["spatial"], on_two_lanes())).two_lanes
     assert not traits_of(coserving()).two_lanes
-
