@@ -38,7 +38,7 @@ class _Running:
         self.op, self.done, self.start_ns, self.left_ns = op, done, start_ns, left_ns
         self.since_ns, self.rate, self.turn = start_ns, 1.0, 0
 
-    def pace(self, now_ns: int, rate: float) -> int:
+    def goes_on(self, now_ns: int, rate: float) -> int:
         """Goes on at another rate from now on; returns the time up to its end."""
         self.left_ns = max(0.0, self.left_ns - (now_ns - self.since_ns) * self.rate)
         self.since_ns, self.rate, self.turn = now_ns, rate, self.turn + 1
@@ -124,7 +124,7 @@ class TwoLaneExecutor(SimExecutor):
 
     def _end_behind(self, lane: Lane, running: _Running, rate: float) -> None:
         """Has a launch end when it is through at a rate, unless that changes before."""
-        delay_ns = running.pace(int(self._env.now), rate)
+        delay_ns = running.goes_on(int(self._env.now), rate)
         turn = running.turn
 
         def end(_: simpy.Event) -> None:

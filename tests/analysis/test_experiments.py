@@ -202,17 +202,19 @@ def test_a_crossing_is_where_the_last_disadvantage_ends() -> None:
 
 
 def test_ways_to_share_have_their_bounds_beside_them(tmp_path: Path, unrendered: None) -> None:
-    """Sweeps into one folder: what shares, what serves alone, and what finetunes alone."""
-    out = ["--engine", "serial", "--out", str(tmp_path / "sweep")]
-    words = ["sweep", "experiment=coserve_table", *COSERVED]
-    shares = ["policy=spatial,spatial_limited", "arrival.rate=4.0,8.0"]
-    assert main([*words, *shares, *out]) == 0
-    serves = ["policy=chunked_restart", "training=none", "arrival.rate=8.0,16.0"]
-    assert main([*words[:2], *COSERVED[:3], *serves, *out]) == 0
-    trains = ["policy=temporal", "trace=none", "training.num_steps=2", "arrival.rate=4.0"]
-    assert main([*words, *trains, *out]) == 0
-    assert main(["report", str(tmp_path / "sweep")]) == 0
-    found = pd.read_csv(tmp_path / "sweep" / "report" / "figures" / "coserve_table.csv")
+    """Sweeps in one folder: what shares, what serves alone, and what finetunes alone."""
+
+    def carry_out(name: str, *words: str) -> None:
+        out = ["--engine", "serial", "--out", str(tmp_path / "table" / name)]
+        assert main(["sweep", "experiment=coserve_table", *words, *out]) == 0
+
+    carry_out("shares", *COSERVED, "policy=spatial,spatial_limited", "arrival.rate=4.0,8.0")
+    serves = ("policy=chunked_restart", "training=none", "arrival.rate=8.0,16.0")
+    carry_out("serves", *COSERVED[:3], *serves)
+    trains = ("policy=temporal", "trace=none", "training.num_steps=2", "arrival.rate=4.0")
+    carry_out("finetunes", *COSERVED, *trains)
+    assert main(["report", str(tmp_path / "table")]) == 0
+    found = pd.read_csv(tmp_path / "table" / "report" / "figures" / "coserve_table.csv")
     by_policy = dict(iter(found.groupby("policy")))
     assert set(by_policy) == {
         *("spatial", "spatial_limited", "serving alone", "finetuning alone"),

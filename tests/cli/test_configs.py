@@ -14,6 +14,7 @@ from engine.contract.plan import Plan
 from engine.contract.policy import Policy, traits_of
 from engine.contract.view import View
 from engine.laws.check_policy import WatchedPolicy
+from policies.training.out_of_memory import OutOfMemory
 from tandem.cli.catalog import PLURALS, axes_of, options
 from tandem.config.build import Builder
 from tandem.config.compose import composed
@@ -103,7 +104,7 @@ def test_a_rate_of_finetuning_alone_that_cannot_be_is_told() -> None:
 
 def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:
     words = ["training=finetune", "policy=coserve", "trace=none", "budget.device_bytes=100000"]
-    with pytest.raises(ValueError, match="bytes short for the weights that jobs finetune over"):
+    with pytest.raises(OutOfMemory, match="bytes short for the weights that jobs finetune over"):
         run_spec_of(composed([*words, "training.sequence_tokens=64"]))
 
 
