@@ -29,7 +29,7 @@ HOST = "host"
 # Throughput follows the arrivals: at equal decisions it says nothing.
 SPLIT = ("mean ttft", "mean tpot", "mean e2e", MEAN_STEP, "peak kv")
 Floats = NDArray[np.float64]
-COMPUTING = ("cpu", "compute")  # the last has the say where both are busy
+COMPUTING = ("cpu", "compute_2", "compute")  # the last has the say where both are busy
 TIMES = ("arrival_ns", "scheduled_ns", "first_token_ns", "finish_ns")
 LEAST = 10  # operations that a ratio rests on, where there are as many
 MOST = {"slices": 16, "load": 8, "context": 4}  # ratios by each part, within the ones before

@@ -50,6 +50,7 @@ HEADLINES = {  # what is told of a point: the metric, its heading, and what it i
     "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
     "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
     "finetune_tokens_per_s": ("finetune tok/s", "tokens of samples that went forward per second"),
+    "finetune_share": ("of alone", "that rate over the one of finetuning alone"),
     "peak_gpu0_used_bytes": ("peak used", "most bytes that the first device held"),
 }
 METRICS = {  # a metric in words, and the unit of its axis

@@ -11,6 +11,7 @@ from analysis.metric_names import TIMES, WAITING
 from analysis.run import Run, RunFacts
 from analysis.usage import window_ns
 
+DEVICE_LANES = ("compute", "compute_2")  # on which a device computes
 STEP = "mean_train_step_s"
 MEAN_STEP = "mean step after the first"
 UNITS = {  # compared metrics
@@ -76,7 +77,8 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
     """Flat scalars of finetuning on samples; empty without.
 
     Tokens per second are those that went forward, unfinished samples included, over the time from
-    the first arrival or launch to the last finish (FlexLLM's scripts). The largest gap between two
+    the first arrival or launch to the last finish (FlexLLM's scripts). Where the configuration has
+    the rate of finetuning alone, `finetune_share` is the share of it. The largest gap between two
     tokens of a request is told beside: a mean hides a stall.
     """
     if not run.rows("samples"):
@@ -90,10 +92,14 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
         gaps_ns = _gaps_ns(run)
         out = {"max_itl_s": float(gaps_ns.max()) / 1e9} if len(gaps_ns) else {}
     tokens = int(rows["forward_tokens"].sum())
+    rate = tokens / (last_ns - first_ns) * 1e9
+    alone = run.config.get("finetune_alone")
+    share = {} if alone is None else {"finetune_share": rate / float(alone)}
     return out | {
         "finetune_samples": int(rows["status"].is_("finished").sum()),
         "finetune_tokens": tokens,
-        "finetune_tokens_per_s": tokens / (last_ns - first_ns) * 1e9,
+        "finetune_tokens_per_s": rate,
+        **share,
         "finetune_restarts": int(rows["restarts"].sum()),
     }
 
@@ -115,7 +121,7 @@ def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:
     out = {"train_step_copied_bytes": float(copied) / num_steps}
     updates = rows.loc[rows["work"].eq("update"), "lane"]
     if len(updates):
-        out["device_update_share"] = float(updates.eq("compute").mean())
+        out["device_update_share"] = float(updates.isin(DEVICE_LANES).mean())
     return out
 
 
@@ -185,14 +191,15 @@ SERVED = {"serve": "serving"}  # a work of STEPS, and its name in tables
 def time_shares(run: Run) -> dict[str, float]:
     """Shares of the time from the first issue to the last end of training, by TIMES; they sum to 1.
 
-    Work on the compute lane counts as that work. Updates on the host count as `update` only while
-    the compute lane rests: updates beside it add nothing to a step.
+    Work on a compute lane counts as that work; of two at once, that which began first. Updates on
+    the host count as `update` only while compute lanes rest: updates beside them add nothing to a
+    step.
     """
     start, end = run.training["start_ns"].min(), run.training["end_ns"].max()
-    rows = run.steps[run.steps["lane"].isin(("compute", "cpu"))]
+    rows = run.steps[run.steps["lane"].isin((*DEVICE_LANES, "cpu"))]
     rows = rows[rows["end_ns"].gt(start) & rows["start_ns"].lt(end)]
     rows = rows.assign(**{name: rows[name].clip(start, end) for name in ("start_ns", "end_ns")})
-    device = rows[rows["lane"].eq("compute")]
+    device = rows[rows["lane"].isin(DEVICE_LANES)]
     busy_ns = alone_ns(device).groupby(device["work"]).sum()
     parts_ns = {SERVED.get(str(work), str(work)): float(ns) for work, ns in busy_ns.items()}
     host_ns = float(alone_ns(rows).sum() - alone_ns(device).sum())

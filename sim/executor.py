@@ -66,7 +66,7 @@ class SimExecutor(Repeater):
             return
         start_ns = self._lanes.start_ns(lane, launch.waits)
         if is_copy:
-            is_contended = self._busy_until[_opposite(lane)] > start_ns
+            is_contended = self._busy_until[opposite(lane)] > start_ns
             alone_ns = self.cost.copy_ns(launch, is_contended)
         else:
             alone_ns = self.cost.compute_ns(launch)
@@ -122,6 +122,7 @@ class SimExecutor(Repeater):
 
 
 @lru_cache(maxsize=1 << 10)
-def _opposite(lane: Lane) -> Lane:
+def opposite(lane: Lane) -> Lane:
+    """The lane of the other direction of a link."""
     device, name = lane
     return (device, "->".join(reversed(name.split("->"))))

@@ -41,7 +41,10 @@ COLORS = {
     "coserve": "#90C000",
     "coserve_slo": "#F00078",
     "temporal": "#0000F0",
-    "tide": "#00A0C8",
+    "elastic": "#00A0C8",
+    "temporal_limited": "#E000E0",
+    "spatial": "#00E000",
+    "spatial_limited": "#800040",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ class TrainingProgress:
         "_forward",
         "_tasks",
         "_updated",
+        "_windows",
         "first",
         "layout",
         "recorded_tokens",
@@ -71,6 +72,7 @@ class TrainingProgress:
     _updated: dict[int, int]  # behind `updated`, for the engine to count in
     _forward: dict[int, list[int]]  # microbatch -> tokens per unit
     _backward: dict[int, list[int]]
+    _windows: dict[int, list[tuple[int, Sequence[int]]]]  # microbatch -> first token, units
     _tasks: tuple[TrainingTask, ...]
 
     def __init__(
@@ -91,6 +93,7 @@ class TrainingProgress:
         object.__setattr__(self, "updated", MappingProxyType(updated))
         object.__setattr__(self, "_forward", {})
         object.__setattr__(self, "_backward", {})
+        object.__setattr__(self, "_windows", {})
         object.__setattr__(self, "_tasks", self._of_one_step())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -166,6 +169,7 @@ class TrainingProgress:
             "_updated": updated,
             "_forward": {k: ReadOnlyList(done) for k, done in self._forward.items()},
             "_backward": {k: ReadOnlyList(done) for k, done in self._backward.items()},
+            "_windows": {k: [*windows] for k, windows in self._windows.items()},
         }
         for name in TrainingProgress.__slots__:
             object.__setattr__(other, name, own.get(name, getattr(self, name)))
@@ -178,8 +182,10 @@ class TrainingProgress:
         """The next sample is there."""
         object.__setattr__(self, "released", self.released + 1)
 
-    def _move(self, microbatch: int, is_forward: bool, units: Iterable[int], tokens: int) -> None:
+    def _move(self, microbatch: int, is_forward: bool, units: Sequence[int], tokens: int) -> None:
         done = self._progress(microbatch)[0 if is_forward else 1]
+        if is_forward and self.spec.finetunes:
+            self._windows.setdefault(microbatch, []).append((done[units[0]], units))
         for unit in units:
             list.__setitem__(done, unit, done[unit] + tokens)
 
@@ -190,7 +196,8 @@ class TrainingProgress:
         """
         object.__setattr__(self, "recorded_tokens", 0)
         stays = {k for k in self._forward if self.spec.finetunes and self.is_trained(k)}
-        for done in (self._forward, self._backward):
+        progress: tuple[dict[int, Any], ...] = (self._forward, self._backward, self._windows)
+        for done in progress:
             for microbatch in [k for k in done if k not in stays]:
                 del done[microbatch]
 
@@ -205,6 +212,19 @@ class TrainingProgress:
         """
         own = [self.updated[c] for c, units in self.trained_by.items() if unit in units]
         return min(own, default=self.step)
+
+    def windows(self, microbatch: int, unit: int) -> tuple[int, ...]:
+        """The windows in which a unit has gone forward through a sample.
+
+        Args:
+            microbatch: of the finetuning job, in the step under way.
+            unit: the number of the unit, from the embedding on.
+
+        Returns:
+            The first token of each window, in their order.
+        """
+        found = self._windows.get(microbatch, ())
+        return tuple([first for first, units in found if unit in units])
 
     def is_trained(self, microbatch: int) -> bool:
         """Whether the backward of a microbatch is complete.
@@ -243,6 +263,7 @@ class TrainingProgress:
             for microbatch in self.microbatches:
                 self._forward.pop(microbatch, None)
                 self._backward.pop(microbatch, None)
+                self._windows.pop(microbatch, None)
             object.__setattr__(self, "step", self.step + 1)
         return self.step > before
 

@@ -16,8 +16,11 @@ from engine.contract.regions import (
 from engine.contract.rules import plain, stored_by_slot
 
 COMPUTE_LANE = "compute"
+SECOND_LANE = "compute_2"  # of the device, too: what finetunes runs beside what serves
 HOST_LANE = "cpu"
+COMPUTE_LANES = (COMPUTE_LANE, SECOND_LANE)
 NET_LANE = "net"  # to the other devices of a group
+TRAINING_LANES = (HOST_LANE, SECOND_LANE)  # on which nothing is served
 
 
 class Pattern(StrEnum):
@@ -77,7 +80,8 @@ class Compute:
         reads: places that it reads. KV is named by `writes` alone.
         writes: places that it writes.
         device: where it runs.
-        on: its lane on the device; `cpu` is the host's.
+        on: its lane on the device; `cpu` is the host's, and on `compute_2` windows of samples and
+            their updates run beside what is served.
         again: whether a forward is repeated for its backward (recompute); it moves no frontier.
         after: places of any tier that it does not touch, and whose last writers end first.
     """

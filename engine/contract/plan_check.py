@@ -13,7 +13,7 @@ from typing import Any
 from engine.contract.job import Job, named
 from engine.contract.kv_check import WHOLE, Leading, PlanWalk
 from engine.contract.plan import (
-    HOST_LANE,
+    TRAINING_LANES,
     Collective,
     Compute,
     Copy,
@@ -400,7 +400,7 @@ class PlanCheck:
                     raise ContractError(Rule.ONCE, "two slices of one job in a launch", number)
                 seen.add(number)
                 serves = True
-        if op.on not in self._lanes and (serves or op.on != HOST_LANE):
+        if op.on not in self._lanes and (serves or op.on not in TRAINING_LANES):
             known = ", ".join(map(str, self._lanes))
             raise ContractError(Rule.LANE, f"a launch on lane {op.on!r}; the device has {known}")
         if serves and op.again:

@@ -31,8 +31,7 @@ class Traits:
             prompt that the budget has cut, until a job arrives, ends, is admitted or finds room.
         appends: Of a scheduling: a prompt takes all that decodes and prompts before it, by
             admission and arrival, leave of `step_tokens`; complete, it decodes behind them.
-        step_tokens: Of a scheduling: the most tokens of requests in a batch; 0 where there is no
-            bound.
+        step_tokens: Of a scheduling: the most tokens of requests in a batch; 0: no bound.
         prompt_tokens: Of a scheduling: the most tokens of a batch with several prompts; a single
             prompt may be longer. 0 where there is no bound.
         max_jobs: Of a scheduling: the most requests in service; 0 where there is no bound. By
@@ -49,10 +48,10 @@ class Traits:
             part of the promise `kv_growth`.
         reserved_tokens: Of a memory policy: tokens that a job's reservation holds, with `reserved`.
         swaps: Of a memory policy: a preempted job's KV may come back from the host.
-        prefix_caching: Of a memory policy: full pages are kept, and jobs start on pages that hold
-            their beginning.
+        prefix_caching: Of a memory policy: full pages are kept, and jobs start on those that fit.
         states_in: Of a memory policy: tiers in which states of training may lie for good.
         reuses_gradients: Of a memory policy: gradients of training take the place of their weights.
+        two_lanes: Of a memory policy: finetuning computes on a lane beside that of serving.
         recurs: Of both: the policy reads no times, durations and numbers of plans. Of steps,
             microbatches and stamps it reads only which are equal and which come first. So a
             training step that begins like the step before is planned like it.
@@ -75,6 +74,7 @@ class Traits:
     prefix_caching: bool = False
     states_in: tuple[Tier, ...] = tuple(Tier)
     reuses_gradients: bool = False
+    two_lanes: bool = False
     recurs: bool = False
 
     def __post_init__(self) -> None:

@@ -368,7 +368,7 @@ def unreduced(job_id: int, chunk: int, device: int = 0) -> Place:
 HIDDEN_GRADIENT, KV_GRADIENT, SAMPLE_GRADIENT = 4, 5, 6  # slots of Kind.BUFFER
 
 
-def kept(owner: int, unit: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+def kept(owner: int, unit: int, tier: Tier = Tier.GPU, device: int = 0, first: int = 0) -> Place:
     """What a unit's forward keeps for its backward, token by token.
 
     Args:
@@ -376,11 +376,12 @@ def kept(owner: int, unit: int, tier: Tier = Tier.GPU, device: int = 0) -> Place
         unit: the number of the unit, from the embedding on.
         tier: where it lies.
         device: the device; 0 in a tier that devices share.
+        first: of a unit that offloads, the first token of the window; of another 0.
 
     Returns:
         its place, held or not.
     """
-    return saved(owner, unit, 0, tier, device)
+    return saved(owner, unit, first, tier, device)
 
 
 @lru_cache(maxsize=NAMES)

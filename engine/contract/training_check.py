@@ -14,6 +14,7 @@ from engine.contract.job import Job, TrainingProgress
 from engine.contract.layout import Layout, TrainingLayout
 from engine.contract.plan import (
     COMPUTE_LANE,
+    COMPUTE_LANES,
     HOST_LANE,
     Collective,
     Compute,
@@ -407,7 +408,7 @@ class _Reading:
     def _check_window(self, op: Compute, piece: Slice, training: TrainingProgress) -> None:
         """A launch of a finetuning job names the places of its footprint, and finds them."""
         job_id, work = piece.job.job_id, piece.work
-        if op.on != COMPUTE_LANE:
+        if op.on not in COMPUTE_LANES:
             _refuse(Rule.LANE, f"{work} of a sample on lane {op.on}", job_id)
         if len(op.slices) > 1 and work is not Work.FORWARD:
             _refuse(Rule.TRAINING_PLACES, f"{_name(piece)} beside served jobs: alone", job_id)

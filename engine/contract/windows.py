@@ -7,6 +7,9 @@ one unit in windows from the last token to the first: a window's keys and values
 later windows, so their gradients are summed in float32 until that window is reached (FlexLLM,
 arXiv 2402.18789, token-level finetuning). Gradients of a sample go to the sum of the step when its
 backward is complete, so that a sample can be begun anew until then.
+
+A unit that offloads keeps each window in a place of its own. It is on the host from behind the
+window's forward until the unit's backward begins.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.contract.job import TrainingProgress, layout_of
-from engine.contract.layout import TrainingLayout
+from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.progress import start_of
 from engine.contract.regions import (
@@ -25,6 +28,7 @@ from engine.contract.regions import (
     Kind,
     PageSize,
     Place,
+    Tier,
     Work,
     gradient,
     hidden_gradient,
@@ -47,12 +51,61 @@ class WindowFootprint(NamedTuple):
         writes: places that it writes.
         sizes: the least bytes of places that the launch finds or grows.
         frees: places whose last use it is.
+        comes: places that it reads, whose contents are on the host until the first window back.
+        goes: places that it writes, whose contents then go to the host.
     """
 
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
     sizes: tuple[tuple[Place, int], ...]
     frees: tuple[Place, ...]
+    comes: tuple[Place, ...] = ()
+    goes: tuple[Place, ...] = ()
+
+
+def on_host(place: Place) -> Place:
+    """Where the contents of a place of a device lie on its host.
+
+    Args:
+        place: a place on a device.
+
+    Returns:
+        Its region on the host.
+    """
+    return place._replace(tier=Tier.HOST)
+
+
+def offloads(layout: TrainingLayout, unit: int) -> bool:
+    """Whether what a unit keeps of a sample is on the host between its forward and its backward.
+
+    Args:
+        layout: the layout of a finetuning job.
+        unit: the number of the unit.
+
+    Returns:
+        Whether the planner has chosen that, and the unit keeps anything.
+    """
+    if layout.units[unit].mode is not Mode.OFFLOAD:
+        return False
+    return unit >= layout.first and windows_of(layout).kept[unit] > 0
+
+
+def kept_in(training: TrainingProgress, unit: int, device: int) -> tuple[Place, ...]:
+    """The places of what a unit keeps of the sample under way, on the device.
+
+    Args:
+        training: the progress of a finetuning job, which has a layout.
+        unit: the number of the unit.
+        device: where it trains.
+
+    Returns:
+        One place; of a unit that offloads one for each window that has gone forward.
+    """
+    job_id, sample = training.spec.job_id, training.sample
+    if not offloads(layout_of(training), unit):
+        return (kept(job_id, unit, device=device),)
+    firsts = () if sample is None else training.windows(sample, unit)
+    return tuple([kept(job_id, unit, device=device, first=first) for first in firsts])
 
 
 def windows_of(layout: TrainingLayout) -> WindowBytes:
@@ -100,7 +153,8 @@ def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
         device: where it trains.
 
     Returns:
-        Places on the device, held or not: pages, kept activations and gradients of the sample.
+        Places, held or not: pages, kept activations, here or on the host, and gradients of the
+        sample.
     """
     job_id, layout = training.spec.job_id, layout_of(training)
     units = range(layout.num_units)
@@ -108,9 +162,12 @@ def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
     sums = [sample_gradient(job_id, c, device) for c in chunks]
     if training.spec.microbatches == 1:
         sums = [gradient(job_id, c, device=device) for c in layout.trained_by]
+    own = [place for u in units for place in kept_in(training, u, device)]
+    away = [on_host(place) for place in own if offloads(layout, place.region.part)]
     return (
         kv_place(job_id, device=device),
-        *[kept(job_id, u, device=device) for u in units],
+        *own,
+        *away,
         *[kv_gradient(job_id, u, device=device) for u in units],
         hidden_gradient(job_id, device=device),
         *sums,
@@ -126,13 +183,13 @@ def sample_bytes(training: TrainingProgress, page: PageSize, device: int) -> dic
         device: where it trains.
 
     Returns:
-        By place: its pages, what its units keep, and the gradient of hidden states.
+        By place: its pages, what its units keep on the device, and the gradient of hidden states.
     """
     spec, layout = training.spec, layout_of(training)
     job_id, tokens = spec.job_id, spec.sequence_tokens
     found = {kv_place(job_id, device=device): page.bytes_for(tokens)}
     for unit, nbytes in enumerate(windows_of(layout).kept):
-        if nbytes and unit >= layout.first:
+        if nbytes and unit >= layout.first and not offloads(layout, unit):
             found[kept(job_id, unit, device=device)] = tokens * nbytes
     found[hidden_gradient(job_id, device=device)] = tokens * windows_of(layout).hidden
     return found
@@ -155,11 +212,14 @@ class _Maker:
         """A window forward: its pages grow, and what the units keep; the head makes its loss."""
         end, at, units = self._context + self._tokens, self._device, self._units
         sizes = [(kv_place(self._id, device=at), self._page.bytes_for(end))]
-        sizes += [
-            (kept(self._id, u, device=at), end * self._bytes.kept[u])
-            for u in units
-            if self._bytes.kept[u] and u >= self._layout.first
-        ]
+        goes = list[Place]()
+        for unit in units:
+            nbytes = self._bytes.kept[unit] if unit >= self._layout.first else 0
+            if offloads(self._layout, unit):
+                goes.append(kept(self._id, unit, device=at, first=self._context))
+                sizes.append((goes[-1], self._tokens * nbytes))
+            elif nbytes:
+                sizes.append((kept(self._id, unit, device=at), end * nbytes))
         if units.stop == self._layout.num_units:
             sizes.append((hidden_gradient(self._id, device=at), end * self._bytes.hidden))
             sizes += self._summed()
@@ -171,14 +231,17 @@ class _Maker:
                 frees.append(workspace(self._id, device=at))
         written = tuple([place for place, _ in sizes])
         before = (kv_place(self._id, device=at),) if self._context else ()
-        return WindowFootprint((*self._weights(), *before), written, tuple(sizes), tuple(frees))
+        reads = (*self._weights(), *before)
+        return WindowFootprint(reads, written, tuple(sizes), tuple(frees), goes=tuple(goes))
 
     def backward(self) -> WindowFootprint:
         """A window back: gradients of its units, and of the keys and values before it."""
         at, tokens, units, first = self._device, self._tokens, self._units, self._layout.first
         total = self._training.spec.tokens_of(self._piece.microbatch)
         is_first, is_last = self._context + tokens == total, self._context == 0
-        own = [kept(self._id, u, device=at) for u in units if self._bytes.kept[u]]
+        keeps = [u for u in units if self._bytes.kept[u]]
+        own = [place for u in keeps for place in kept_in(self._training, u, at)]
+        comes = [place for place in own if offloads(self._layout, place.region.part)]
         passed, kv = hidden_gradient(self._id, device=at), kv_place(self._id, device=at)
         keys = self._page.count(total) * self._page.tokens
         work_bytes = self._bytes.backward.of(units, tokens, keys)
@@ -201,7 +264,8 @@ class _Maker:
             of_sample = self._sums() if added else []
             reads += [place for place in of_sample if place not in written]
             frees += of_sample
-        return WindowFootprint(tuple(reads), tuple(written), tuple(sizes), tuple(frees))
+        made = (tuple(reads), tuple(written), tuple(sizes), tuple(frees))
+        return WindowFootprint(*made, comes=tuple(comes))
 
     def update(self) -> WindowFootprint:
         """The update of all chunks: no launch finds some of them old."""
@@ -278,10 +342,10 @@ def last_use_in_sample(place: Place, training: TrainingProgress) -> str:
     forward, backward = training.frontier(microbatch)
     if not forward[0]:
         return ""
-    if kind is Kind.KV or slot == HIDDEN_GRADIENT:
-        return "before the sample's backward is complete"
     if kind is Kind.ACTIVATION:
         return f"before the backward of unit {part}" if backward[part] < total else ""
+    if kind is Kind.KV or slot == HIDDEN_GRADIENT:
+        return "before the sample's backward is complete"
     if slot == KV_GRADIENT and 0 < backward[part] < total:
         return f"before the backward of unit {part} is complete"
     if slot == SAMPLE_GRADIENT and any([backward[u] for u in training.trained_by.get(part, ())]):

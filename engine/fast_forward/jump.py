@@ -289,11 +289,16 @@ class Jump:
         return state.depth == 1 and state.fleet is None and self._serves_only()
 
     def _is_calm(self) -> bool:
-        """Whether no memory is coming back, no wake-up is set, and all ends are those of runs."""
+        """Whether no memory is coming back, no wake-up is set, and all ends are those of runs.
+
+        Each plan in flight has one launch that is open, too.
+        """
         state = self._state
         if (self._completions and not self._ends) or state.wakeup.will_come:
             return False
-        return state.ledger.is_calm
+        in_flight = state.in_flight
+        is_in_order = len(in_flight.tails) == sum(in_flight.level)  # of two lanes one may be ahead
+        return is_in_order and state.ledger.is_calm
 
     # ---- issue
     def _issue(
@@ -428,7 +433,7 @@ class Jump:
             for i in range(max(first, ended), behind):
                 op = segment.op if i + 1 == behind else segment.again()
                 ledger.touch_again(op, i + 1 - first, is_open=True)  # with the steps before it
-                in_flight.add_tail(op, run.device)
+                in_flight.add_tails((op,), run.device)
                 self._open.append(OpenStep(ends[i], run, i, op))
                 first = i + 1
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
@@ -14,7 +23,7 @@ import simpy
 from engine.contract.executor import Executor, Launch, Span, Store
 from engine.contract.job import Job
 from engine.contract.layout import Layout
-from engine.contract.plan import COMPUTE_LANE, Compute, Op, Plan
+from engine.contract.plan import HOST_LANE, Compute, Op, Plan
 from engine.contract.plan_check import Jobs
 from engine.contract.policy import Router
 from engine.contract.regions import Kind, PageSize
@@ -119,18 +128,24 @@ class IssuedOp(NamedTuple):
 
 
 class InFlight:
-    """Numbers plans as they are issued and counts those whose last Compute has not ended."""
+    """Numbers plans as they are issued and counts those of which a Compute has not ended.
+
+    A plan counts until those before it have ended, too: with two compute lanes a later one may end
+    first. So a plan has settled when the one `depth` plans later is asked for.
+    """
 
     def __init__(self, devices: int) -> None:
         self.steps = 0  # plans issued
         self.issued = [0] * devices  # plans issued per device
         self.level = [0] * devices  # plans in flight per device: the run-ahead
-        self._tails: dict[Op, None] = {}  # the last Compute of each plan in flight
+        self._tails: dict[Op, list[int]] = {}  # the last Compute on each lane of a plan in flight
+        # Per device, how many of these are left of each plan, in issue order.
+        self._left: list[deque[list[int]]] = [deque() for _ in range(devices)]
         self._issued_ops: dict[Op, IssuedOp] = {}
 
     @property
     def tails(self) -> tuple[Op, ...]:
-        """The last Compute of each plan in flight, in issue order."""
+        """The last Compute on each lane of the plans in flight, in issue order."""
         return tuple(self._tails)
 
     def number(self, device: int, count: int = 1) -> tuple[int, int]:
@@ -141,18 +156,18 @@ class InFlight:
         return step, number
 
     def last_compute(self, ops: Iterable[Op], device: int) -> None:
-        """The plan of these operations is in flight until its last launch ends."""
-        tail: Compute | None = None
-        for op in ops:
-            if isinstance(op, Compute) and op.on == COMPUTE_LANE:
-                tail = op
-        if tail is not None:
-            self.add_tail(tail, device)
+        """The plan of these operations is in flight until the last launch of each lane ends."""
+        tails = {op.on: op for op in ops if isinstance(op, Compute) and op.on != HOST_LANE}
+        if tails:
+            self.add_tails(tails.values(), device)
 
-    def add_tail(self, op: Compute, device: int) -> None:
-        """A plan is in flight until this launch ends."""
+    def add_tails(self, ops: Collection[Compute], device: int) -> None:
+        """A plan is in flight until these launches end, each the last one of its lane."""
         self.level[device] += 1
-        self._tails[op] = None
+        left = [len(ops)]
+        self._left[device].append(left)
+        for op in ops:
+            self._tails[op] = left
 
     def start(self, issued: IssuedOp) -> None:
         """An operation is in flight."""
@@ -163,10 +178,15 @@ class InFlight:
         return self._issued_ops.pop(op)
 
     def land(self, op: Op) -> None:
-        """An operation has ended; its plan ends with its last Compute."""
-        if op in self._tails:
-            del self._tails[op]
-            self.level[op.lane[0]] -= 1
+        """An operation has ended; its plan ends with the last Compute of all its lanes."""
+        if (left := self._tails.pop(op, None)) is None:
+            return
+        left[0] -= 1
+        device = op.lane[0]
+        plans = self._left[device]
+        while plans and not plans[0][0]:
+            plans.popleft()
+            self.level[device] -= 1
 
 
 NAMED = 8  # jobs of a list that a message names

@@ -85,7 +85,7 @@ STEPS = pa.schema(
     [
         ("step", I64),  # number of the plan
         ("device", I32),
-        ("lane", TEXT),  # compute, cpu, net, gpu->host, host->gpu, ...
+        ("lane", TEXT),  # compute, compute_2, cpu, net, gpu->host, ...
         ("issue_ns", I64),
         ("start_ns", I64),
         ("end_ns", I64),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.contract.job import Job
-from engine.contract.plan import Free, Plan
+from engine.contract.plan import SECOND_LANE, Free, Plan
 from engine.contract.policy import Fleet, Traits
 from engine.contract.view import View
 from engine.results.plan_log import LoggedPlan, decode
@@ -30,10 +30,12 @@ class RecordedPlans:
     def traits(self) -> Traits:
         """Prefix caching where jobs of the log started on shared pages: the log names the pages.
 
-        States lie where the plans say, so no tier needs room for them beforehand.
+        Two lanes where a launch names the second one. States lie where the plans say, so no tier
+        needs room for them beforehand.
         """
         shares = any('["share"' in logged.body for logged in self.log)
-        return Traits(prefix_caching=shares, states_in=())
+        lanes = any(f'"{SECOND_LANE}"' in logged.body for logged in self.log)
+        return Traits(prefix_caching=shares, states_in=(), two_lanes=lanes)
 
     @cached_property
     def _by_device(self) -> dict[int, list[LoggedPlan]]:

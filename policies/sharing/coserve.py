@@ -6,18 +6,25 @@ a sample holds gives way to keys and values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.contract.job import Job, TrainingProgress, layout_of
 from engine.contract.layout import Mode
-from engine.contract.plan import Compute, Grow, Slice
+from engine.contract.plan import COMPUTE_LANE, SECOND_LANE, Compute, Grow, Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
 from engine.contract.regions import Place, Pool, Tier, Work
 from engine.contract.rules import Remedy
 from engine.contract.view import View
-from engine.contract.windows import WindowFootprint, sample_bytes, sample_places, window_footprint
+from engine.contract.windows import (
+    WindowFootprint,
+    on_host,
+    sample_bytes,
+    sample_places,
+    window_footprint,
+)
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 from policies.training.out_of_memory import OutOfMemory, patient
@@ -173,7 +180,11 @@ class CoMemory:
 
     A window forward joins the launch that serves, or follows it as a launch of its own. A backward
     and an update have launches of their own, and so have windows of a job that trains all
-    parameters: its weights are others than those that are served.
+    parameters: its weights are others than those that are served. Launches of their own may run on
+    a second compute lane, beside what is served (spatial sharing).
+
+    What a unit that offloads keeps of a window goes to the host behind the launch, and comes back
+    with the plan of the unit's backward.
 
     A batch whose first slice trains is a turn of training: it serves only where training finds no
     room.
@@ -185,15 +196,18 @@ class CoMemory:
             keeps it to its end, as FlexLLM does; it never gives way.
         fused: whether a window joins the launch that serves, and weights are read once.
         headroom: share of the device that windows leave free, so that serving can grow.
+        lanes: compute lanes. 2: what finetunes runs on a lane of its own.
 
     Raises:
-        ValueError: `headroom` is not in [0, 1), or `serving` has prefix caching.
+        ValueError: `headroom` is not in [0, 1), `serving` has prefix caching, or windows are to
+            join launches of another lane.
     """
 
     serving: Memory
     buffers: Literal["grown", "static"] = "grown"
     fused: bool = True
     headroom: float = 0.02
+    lanes: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
@@ -203,6 +217,10 @@ class CoMemory:
                 "co-serving: the serving memory keeps pages for later requests, and samples take "
                 "the bytes of pages without a holder; leave prefix_caching out"
             )
+        if self.lanes not in (1, 2):
+            raise ValueError(f"co-serving: lanes is {self.lanes}, must be 1 or 2")
+        if self.lanes == 2 and self.fused:
+            raise ValueError("co-serving: fused windows have no lane of their own: set fused=false")
 
     @property
     def traits(self) -> Traits:
@@ -213,6 +231,7 @@ class CoMemory:
             reserved_tokens=serving.reserved_tokens,
             prefix_caching=serving.prefix_caching,
             states_in=(Tier.GPU,),
+            two_lanes=self.lanes == 2,
         )
 
     @patient
@@ -242,17 +261,21 @@ class CoMemory:
     def _place(self, piece: Slice, view: View, plan: PlanBuilder) -> None:
         """Writes a launch that finetunes, if there is room for it."""
         footprint, grows = self._growth(piece, view, plan)
-        pool: Pool = (Tier.GPU, view.device)
-        need = sum([op.nbytes for op in grows])
         spare = 0 if piece.work is Work.UPDATE else self._headroom_bytes(view)
-        if need and need > plan.room(pool) - spare:
-            return
+        for pool, nbytes in _needs(footprint, grows, plan, view.device).items():
+            if nbytes and nbytes > plan.room(pool) - (spare if pool[0] is Tier.GPU else 0):
+                return
+        for place in _absent(footprint.comes, plan):
+            plan.move(on_host(place), place)
         plan.grow_all(grows)
-        op = Compute((piece,), footprint.reads, footprint.writes, view.device)
+        lane = SECOND_LANE if self.lanes == 2 else COMPUTE_LANE
+        op = Compute((piece,), footprint.reads, footprint.writes, view.device, lane)
         if self.fused and joins(piece):
             plan.join(op)
         else:
             plan.launch(op)
+        for place in footprint.goes:
+            plan.move(place, on_host(place))
         lasting = self._lasting(piece, view)
         for place in footprint.frees:
             if place not in lasting:
@@ -288,9 +311,7 @@ class CoMemory:
         """OutOfMemory where a launch finds no room although nothing else holds any."""
         training = piece.job.training
         assert training is not None
-        _, grows = self._growth(piece, view, plan)
-        pool: Pool = (Tier.GPU, view.device)
-        need = sum([op.nbytes for op in grows]) + self._headroom_bytes(view)
+        footprint, grows = self._growth(piece, view, plan)
         modes = {unit.mode for unit in layout_of(training).units[1:-1]}
         found = {
             Remedy.SHORTER_SEQUENCES: True,
@@ -301,8 +322,28 @@ class CoMemory:
         what = f"a window of training job {piece.job.job_id}"
         if spare := self._headroom_bytes(view):
             what += f" beside a headroom of {spare:,}"
-        if (deficit_bytes := need - plan.room(pool)) > 0:
-            raise OutOfMemory(pool, deficit_bytes, what, remedies)
+        for pool, nbytes in _needs(footprint, grows, plan, view.device).items():
+            need = nbytes + (self._headroom_bytes(view) if pool[0] is Tier.GPU else 0)
+            if (deficit_bytes := need - plan.room(pool)) > 0:
+                raise OutOfMemory(pool, deficit_bytes, what, remedies)
+
+
+def _absent(places: Iterable[Place], plan: PlanBuilder) -> list[Place]:
+    """Places that a plan does not hold: their contents are on the host."""
+    return [place for place in places if not plan.holds(place)]
+
+
+def _needs(
+    footprint: WindowFootprint, grows: Iterable[Grow], plan: PlanBuilder, device: int
+) -> Mapping[Pool, int]:
+    """Bytes that a launch takes of the device, and of the host where it offloads."""
+    needs = {(Tier.GPU, device): sum([op.nbytes for op in grows])}
+    for place in _absent(footprint.comes, plan):
+        needs[place.pool] += plan.held(on_host(place))
+    if footprint.goes:
+        sizes = dict(footprint.sizes)
+        needs[Tier.HOST, device] = sum([sizes[place] for place in footprint.goes])
+    return needs
 
 
 def joins(piece: Slice) -> bool:
@@ -335,7 +376,7 @@ class HeldSamples:
     """
 
     def __init__(self, view: View, plan: PlanBuilder, gives_way: bool) -> None:
-        self._plan, self._pool = plan, (Tier.GPU, view.device)
+        self._plan = plan
         jobs = [job for job in training_jobs(view) if _finetunes(job)] if gives_way else []
         found = [(job, _held_places(job, plan, view.device)) for job in jobs]
         self._jobs = [(job, places) for job, places in found if places]
@@ -354,12 +395,15 @@ class HeldSamples:
         side = side_of(view, trains=False)
         if not self._jobs:
             return side, plan
-        pool, own = self._pool, {place for _, places in self._jobs for place in places}
-        nbytes = sum([plan.held(place) for place in own])
-        free = {**view.free_bytes, pool: view.free_bytes[pool] + nbytes}
+        own = {place: plan.held(place) for _, places in self._jobs for place in places}
+        nbytes = Counter[Pool]()
+        for place, size in own.items():
+            nbytes[place.pool] += size
+        free = dict(view.free_bytes) | {p: view.free_bytes[p] + n for p, n in nbytes.items()}
         held = {place: size for place, size in view.held_bytes.items() if place not in own}
         shown = replace(side, held_bytes=held, free_bytes=free)
-        return shown, plan.within({pool: plan.room(pool) + nbytes}, self._make_room)
+        share = {pool: plan.room(pool) + count for pool, count in nbytes.items()}
+        return shown, plan.within(share, self._make_room)
 
     def give_way_to(self, job: Job) -> None:
         """Has the sample of the last job begin anew, if that came behind another.

@@ -69,7 +69,8 @@ class Temporal:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
         if job is None or (serves and not self._trains_now(view)):
             return serves
-        return (*self._training(job), *serves)  # serves where training finds no room
+        turn = next_turn(job, self.window_tokens, self.backward_layers)
+        return (*turn, *serves)  # serves where training finds no room
 
     def _trains_now(self, view: View) -> bool:
         """Whether it is the turn of training."""
@@ -78,16 +79,29 @@ class Temporal:
         every = self.busy_every if is_busy and self.busy_every is not None else self.every
         return view.issued % (every + TURNS) >= every
 
-    def _training(self, job: Job) -> tuple[Slice, ...]:
-        training = job.training
-        assert training is not None
-        update, microbatch = due_update(job, training)
-        if microbatch is None or not training.is_released(microbatch):
-            return update
-        total, units = training.spec.tokens_of(microbatch), training.spec.num_units
-        forward, _ = training.frontier(microbatch)
-        if ahead := total - forward[-1]:
-            tokens = min(ahead, self.window_tokens or ahead)
-            return (*update, Slice(job, tokens, Work.FORWARD, range(units), microbatch))
-        back = units_back(training, microbatch, self.backward_layers or units)
-        return (*update, Slice(job, total, Work.BACKWARD, back, microbatch))
+
+def next_turn(
+    job: Job, window_tokens: int | None = None, backward_layers: int | None = None
+) -> tuple[Slice, ...]:
+    """What a job does when it is its turn: the update that is due, and a pass over its sample.
+
+    Args:
+        job: a finetuning job.
+        window_tokens: tokens of a window forward; None: the whole sample.
+        backward_layers: layers that a pass back goes down; None: all.
+
+    Returns:
+        Slices of the job, at most one of them forward or back.
+    """
+    training = job.training
+    assert training is not None
+    update, microbatch = due_update(job, training)
+    if microbatch is None or not training.is_released(microbatch):
+        return update
+    total, units = training.spec.tokens_of(microbatch), training.spec.num_units
+    forward, _ = training.frontier(microbatch)
+    if ahead := total - forward[-1]:
+        tokens = min(ahead, window_tokens or ahead)
+        return (*update, Slice(job, tokens, Work.FORWARD, range(units), microbatch))
+    back = units_back(training, microbatch, backward_layers or units)
+    return (*update, Slice(job, total, Work.BACKWARD, back, microbatch))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import simpy
 import torch
 
 from engine.contract.executor import Executor, Lanes, Launch, ServedLaunches, Span, Store
-from engine.contract.plan import Compute, Op, Slice
+from engine.contract.plan import COMPUTE_LANES, Compute, Op, Slice
 from engine.contract.regions import Pool
 from runtime.executors.machine import Machine
 from runtime.executors.wall import Link
@@ -58,7 +59,8 @@ class CpuExecutor(Executor):
     """The service clock: a compute takes the thread's CPU time, a copy the link's time.
 
     Work is done in issue order on one thread, so a busy machine cannot spoil a duration. The
-    thread's time between launches (policy, ledger, packing, settling) is the host's time.
+    thread's time between launches (policy, ledger, packing, settling) is the host's time. Where a
+    plan names two compute lanes, they take turns.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class CpuExecutor(Executor):
         self._prepared: dict[Op, Any] = {}
         self._since_ns: int | None = None  # the host's time is counted up to here
         self._host_ns = 0
+        self._newest: dict[int, Op] = {}  # the last launch on a compute lane of each device
 
     @property
     def store(self) -> Store | None:
@@ -113,10 +116,22 @@ class CpuExecutor(Executor):
         worked, link = self._since_ns - start, self._links.get(launch.op.lane[1])
         slices = launch.op.slices if isinstance(launch.op, Compute) else ()
         took = self._paced(worked, slices) if link is None else link.duration_ns(launch.nbytes)
-        self._lanes.place(launch, took, done, self._peak_bytes(launch.op, prepared), ended)
+        self._lanes.place(
+            self._in_turn(launch), took, done, self._peak_bytes(launch.op, prepared), ended
+        )
         if self._pace is not None and self._pace.is_due(worked):
             with self.paused():
                 self._pace.measure()
+
+    def _in_turn(self, launch: Launch) -> Launch:
+        """The launch behind the last one on the other compute lane of its device."""
+        op, (device, name) = launch.op, launch.op.lane
+        if name not in COMPUTE_LANES:
+            return launch
+        before, self._newest[device] = self._newest.get(device), op
+        if before is None or before.lane == op.lane:
+            return launch
+        return replace(launch, waits=(*launch.waits, before))
 
     def _paced(self, thread_ns: int, slices: Sequence[Slice]) -> int:
         return thread_ns if self._pace is None else round(thread_ns * self._pace.factor_of(slices))

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from engine.contract.executor import Span
-from engine.contract.plan import COMPUTE_LANE, Lane
+from engine.contract.plan import COMPUTE_LANE, SECOND_LANE, Lane
 from runtime.executors.clock import WallClock
 from runtime.executors.machine import Machine
-from runtime.executors.streams import LaneWork, StreamExecutor
+from runtime.executors.streams import LaneWork, StreamExecutor, StreamLane
 from runtime.measure.reference import ClockPace
 from runtime.measure.tracker import Workspace
 
@@ -180,7 +180,8 @@ class ThreadLane:
 class WallExecutor(StreamExecutor):
     """The executor of `backend=cpu clock=wall`.
 
-    All times are those of the clock; with a `pace`, those of a machine on which the reference works
+    Where a plan names two compute lanes of a device, they take turns on one thread. All times are
+    those of the clock; with a `pace`, those of a machine on which the reference works
     take their nominal time.
     """
 
@@ -203,7 +204,9 @@ class WallExecutor(StreamExecutor):
         """
         by_name = dict(links or {})
 
-        def open_lane(lane: Lane) -> ThreadLane:
+        def open_lane(lane: Lane) -> StreamLane:
+            if lane[1] == SECOND_LANE:  # one thread computes: both lanes take turns
+                return self._lane((lane[0], COMPUTE_LANE))
             sampled = workspace if lane[1] == COMPUTE_LANE else None
             timed = pace if lane == (0, COMPUTE_LANE) else None  # one thread holds the clock
             return ThreadLane(lane, clock, machine, by_name.get(lane[1]), sampled, timed)

@@ -86,6 +86,8 @@ class Finetuner:
             self._optimizer.num_sections, in_windows=True,
         )  # fmt: skip
         self._again = {u for u, unit in enumerate(layout.units) if unit.mode is Mode.RECOMPUTE}
+        self._away = {u for u, unit in enumerate(layout.units) if unit.mode is Mode.OFFLOAD}
+        self._firsts = list[int]()  # first tokens of the windows of the sample under way
         self._at = {p: i for chunk in self._states.chunks for i, p in enumerate(chunk)}
         self._losses = torch.full((job.num_steps * job.microbatches,), torch.nan)
         self._so_far = torch.zeros(())  # loss of the sample under way
@@ -110,6 +112,7 @@ class Finetuner:
     @torch.no_grad()
     def forward(self, window: SampleWindow, slots: Tensor) -> None:
         """Runs a window through all units by the modules; `slots` are for its keys and values."""
+        self._begin(window)
         trainee, positions = self.trainee, window.positions
         ids = self.ids(window.microbatch)[:, window.start : window.stop]
         hidden, turns = trainee.embed(ids, positions), trainee.turns(positions)
@@ -123,13 +126,20 @@ class Finetuner:
 
     def fused(self, window: SampleWindow, first: int) -> FusedWindow:
         """The window as rows from `first` on of a launch that serves."""
+        self._begin(window)
         return FusedWindow(self.trainee.by_address, first, window.tokens)
+
+    def _begin(self, window: SampleWindow) -> None:
+        """A window goes forward; that at the first token of a sample begins it anew."""
+        if not window.start:
+            self._firsts = []
+        self._firsts.append(window.start)
 
     def keep(self, window: SampleWindow, layer: int, kept: Mapping[str, Tensor]) -> None:
         """Keeps what a layer has recorded of a window; nothing below the first unit that trains."""
         if layer + 1 >= self.trainee.first:
             storages = storages_of(kept, self._fields(layer))
-            self._append(window, self._kept(layer + 1), storages)
+            self._append(window, self._kept(layer + 1, window.start), storages)
 
     @torch.no_grad()
     def finish(self, window: SampleWindow, hidden: Tensor) -> None:
@@ -193,7 +203,7 @@ class Finetuner:
     ) -> Tensor:
         """Adds a layer's gradients; returns that of its input, [tokens, hidden], if one is due."""
         trainee, unit = self.trainee, layer + 1
-        storages = self._store.find(self._kept(unit), Tier.GPU, launch).storages
+        storages = self._stored(unit, launch)
         if unit in self._again:
             kept = self._repeated(layer, window, storages)
         else:
@@ -211,6 +221,12 @@ class Finetuner:
         gradients = torch.autograd.grad([edge], inputs, [given[None]])
         self._add(trained, gradients[: len(parameters)])
         return gradients[-1][0] if passes else given
+
+    def _stored(self, unit: int, launch: str) -> list[UntypedStorage | None]:
+        """What a unit has kept of the sample under way, window behind window."""
+        firsts = self._firsts if unit in self._away else [0]
+        stays = [self._store.find(self._kept(unit, at), Tier.GPU, launch) for at in firsts]
+        return [storage for stay in stays for storage in stay.storages]
 
     def _fields(self, layer: int) -> Sequence[Field]:
         """What a layer keeps from its forward on: its input alone, if it runs again."""
@@ -353,8 +369,9 @@ class Finetuner:
     def _passed(self) -> Region:
         return regions.hidden_gradient(self.job.job_id).region
 
-    def _kept(self, unit: int) -> Region:
-        return regions.kept(self.job.job_id, unit).region
+    def _kept(self, unit: int, first: int) -> Region:
+        at = first if unit in self._away else 0
+        return regions.kept(self.job.job_id, unit, first=at).region
 
     def _append(
         self, window: SampleWindow, region: Region, storages: Sequence[UntypedStorage]

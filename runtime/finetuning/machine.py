@@ -29,7 +29,7 @@ class JobWindow(NamedTuple):
 
 
 class PreparedWindows(NamedTuple):
-    """A launch that finetunes.
+    """A launch that finetunes, or a copy of what a job holds.
 
     Attributes:
         launch: As the engine has issued it.
@@ -86,7 +86,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         """See Machine. NotImplementedError where a window is not of all units."""
         op = launch.op
         if isinstance(op, Copy) and op.src.region.kind is not Kind.KV:
-            raise NotImplementedError(f"a machine that finetunes copies no {op.src.region.kind}")
+            return PreparedWindows(launch, None, (), (), ())
         slices = op.slices if isinstance(op, Compute) else ()
         if all(piece.job.training is None for piece in slices):
             return self.serving.prepare(launch)
@@ -149,6 +149,10 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         """See Machine."""
         if isinstance(prepared, Prepared):
             return self.serving.start(prepared)
+        op = prepared.launch.op
+        if isinstance(op, Copy):
+            self.store.copy(op.src, op.dst)
+            return ()
         tokens = () if prepared.fused is None else (self._fused(prepared.fused, prepared.joined),)
         for (job_id, window, _), packed in prepared.alone:
             self._finetuners[job_id].forward(window, packed.rows.slots)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.contract.layout import TrainingLayout
-from engine.contract.plan import COMPUTE_LANE, Compute, Slice
+from engine.contract.plan import COMPUTE_LANE, COMPUTE_LANES, Compute, Slice
 from engine.contract.regions import Kind, Work
 from models.parameters import Parameter, model_parameters
 from models.spec import DTYPE_BYTES, ModelSpec
@@ -212,6 +212,7 @@ def update_of(
         of_chunk = layout.chunks[chunk]  # a device of a group may hold a part of it
         elements = -(-elements * of_chunk.weight_bytes // of_chunk.whole_bytes)
     moved, dtype = element_bytes(job.recipe), job.recipe.dtype
+    lane = COMPUTE_LANE if lane in COMPUTE_LANES else lane  # both are of one device
     return Trained(UPDATE, CHUNK, dtype, elements=elements, element_bytes=moved, lane=lane)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.contract.layout import Mode, TrainingLayout
-from engine.contract.plan import COMPUTE_LANE
+from engine.contract.plan import COMPUTE_LANES
 from engine.contract.regions import PageSize, Work
 from engine.results.plan_log import LoggedSlice
 from models.spec import ModelSpec
@@ -108,11 +108,11 @@ def _windows_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]
     """Launches with a window or an update of a finetuning job, with their durations."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows_of(run.steps):
-        if row["lane"] == COMPUTE_LANE:
+        if row["lane"] in COMPUTE_LANES:
             by_step.setdefault(int(row["step"]), []).append(row)
     found = list[Observed]()
     for step, rows in by_step.items():
-        rows.sort(key=lambda row: int(row["start_ns"]))  # a lane runs launches in their order
+        rows.sort(key=lambda row: int(row["start_ns"]))  # launches run in their order
         for row, slices in zip(rows, run.launches[step], strict=True):
             own = [piece for piece in slices if piece.job_id in run.jobs]
             if own:

@@ -158,7 +158,7 @@ STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
 def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     """Counts, throughput, latencies and memory of a run, in ten lines."""
     if not metrics.get("num_requests"):
-        return "\n".join([_counts(metrics), *_training(metrics)])
+        return "\n".join([_counts(metrics), *_training(metrics), *_assumed(provenance)])
     lines = [_counts(metrics), _throughput(metrics)]
     lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
     for name in LATENCIES:
@@ -176,8 +176,13 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
         lines += [*_counted(provenance), *_errors(provenance)]
     if "replicas" in metrics:
         lines.append(_imbalance(metrics))
-    lines += _training(metrics)
+    lines += [*_training(metrics), *_assumed(provenance)]
     return "\n".join(lines)
+
+
+def _assumed(provenance: Mapping[str, Any]) -> list[str]:
+    """What the times of a simulation rest on that was never measured."""
+    return [f"assumed: {provenance['assumed']}"] if "assumed" in provenance else []
 
 
 def brief(metrics: Mapping[str, Any]) -> str:
@@ -389,6 +394,8 @@ def _finetuned(metrics: Mapping[str, Any]) -> list[str]:
         return []
     samples, rate = metrics["finetune_samples"], metrics["finetune_tokens_per_s"]
     told = f"finetuning: {samples} samples, {rate:.4g} tokens/s forward"
+    if "finetune_share" in metrics:
+        told += f" ({metrics['finetune_share']:.1%} of finetuning alone)"
     if again := metrics["finetune_restarts"]:
         told += f", begun anew {again} times"
     if "max_itl_s" in metrics:

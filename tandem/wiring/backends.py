@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -31,11 +32,13 @@ from tandem.wiring.machines import (
 from tandem.wiring.run_spec import RunSpec
 from traces.training.recipe import Recipe
 
-if TYPE_CHECKING:  # torch comes with them
+if TYPE_CHECKING:  # torch comes with them, or they come later
     from runtime.executors.machine import Machine
     from runtime.measure.reference import ClockPace
     from runtime.serving.machine import ServingMachine
+    from sim.executor import SimExecutor
 
+log = logging.getLogger(__name__)
 NEVER = 1_000_000  # collections of the middle generation before one of the oldest
 
 
@@ -216,6 +219,11 @@ def backend_of(run_spec: RunSpec, backend: Mapping[str, Any]) -> Iterator[Backen
         "cuda": partial(_cuda, attention=backend.get("attention")),
     }
     probe_look_s = conform(backend.get("probe_look_s"), float | None, "backend.probe_look_s")
+    if run_spec.has_two_lanes and name == "cpu":
+        log.warning(
+            "backend=cpu: one thread runs both compute lanes in turn, so times are not those of "
+            "spatial sharing (backend=sim assumes some); tokens, losses and gradients are"
+        )
     if name in ("lockstep", "cpu"):
         check_here(run_spec)  # before torch is imported, and weights are drawn
     with openers[name](run_spec) as made:
@@ -224,19 +232,26 @@ def backend_of(run_spec: RunSpec, backend: Mapping[str, Any]) -> Iterator[Backen
 
 @contextmanager
 def _sim(run_spec: RunSpec) -> Iterator[Backend]:
-    from sim.executor import SimExecutor
-
     env = VirtualClock()
-    yield Backend(env, SimExecutor(env, run_spec.durations))
+    yield Backend(env, _simulated(env, run_spec))
+
+
+def _simulated(env: simpy.Environment, run_spec: RunSpec) -> SimExecutor:
+    """The executor of a simulation, by the number of compute lanes that the policy names."""
+    from sim.executor import SimExecutor
+    from sim.two_lanes import TwoLaneExecutor
+
+    if run_spec.has_two_lanes:
+        return TwoLaneExecutor(env, run_spec.durations, run_spec.lane_share)
+    return SimExecutor(env, run_spec.durations)
 
 
 @contextmanager
 def _lockstep(run_spec: RunSpec) -> Iterator[Backend]:
     from runtime.executors.lockstep import LockstepExecutor
-    from sim.executor import SimExecutor
 
     env, machine = VirtualClock(), on_cpu(run_spec)
-    executor = LockstepExecutor(machine, SimExecutor(env, run_spec.durations))
+    executor = LockstepExecutor(machine, _simulated(env, run_spec))
     yield Backend(env, executor, machine, cpu_meter(machine))
 
 

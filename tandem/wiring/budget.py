@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from engine.contract.layout import Layout
@@ -263,8 +264,11 @@ def check_states(
         )
 
 
-def training_room(budget: Budget, device: Device, page: PageSize) -> Room:
-    """All of the device for training, where nothing is served."""
+def training_room(budget: Budget, device: Device, page: PageSize, frozen_bytes: int = 0) -> Room:
+    """All of the device for training, where nothing is served.
+
+    `frozen_bytes` are weights that jobs finetune over: they lie there once, and belong to no job.
+    """
     usable = int(budget.fraction * device.memory_bytes)
     capacity = budget.device_bytes or usable - device.reserve_bytes
     if capacity > device.memory_bytes:
@@ -272,8 +276,11 @@ def training_room(budget: Budget, device: Device, page: PageSize) -> Room:
             f"budget.device_bytes={capacity}: {device.name} has {device.memory_bytes}; lower it"
         )
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
-    memory = MemoryPlan(usable, 0, 0, device.reserve_bytes, page.nbytes)
-    return Room({GPU: capacity, HOST: host}, page, Layout(), memory)
+    if frozen_bytes > capacity:
+        raise OutOfMemory(GPU, frozen_bytes - capacity, "the weights that jobs finetune over", ())
+    memory = MemoryPlan(usable, frozen_bytes, 0, device.reserve_bytes, page.nbytes)
+    weights = {Place(Region(SHARED_OWNER, Kind.WEIGHT), *GPU): frozen_bytes}
+    return Room({GPU: capacity, HOST: host}, page, Layout(weights if frozen_bytes else {}), memory)
 
 
 def memory_plan(
@@ -290,16 +297,18 @@ def memory_plan(
     The CPU stand-in sets aside what its own largest step is measured to allocate. A sample of so
     many tokens is a step of its own where the scheduling takes samples whole.
     """
-    whole = longest_sample if traits_of(policy).whole_samples else 0
+    promised = traits_of(policy)
+    whole = longest_sample if promised.whole_samples else 0
+    both: Callable[[int, int], int] = add if promised.two_lanes else max
     reserve = device.reserve_bytes + graph_bytes(spec, budget.graph_rows, page)
     if not device.is_cpu:
         tokens, jobs = _max_step(budget, requests, policy)
-        given = (device.memory_bytes, budget.fraction, max(tokens, whole), jobs, reserve, page)
+        given = (device.memory_bytes, budget.fraction, both(tokens, whole), jobs, reserve, page)
         return plan_memory(spec, *given)
     return MemoryPlan(
         usable=int(budget.fraction * device.memory_bytes),
         weights=spec.weight_bytes,
-        activation=max(
+        activation=both(
             _workspace_bytes(budget, spec, page.tokens, requests, policy),
             spec.workspace_bytes([whole], [0], 0, page.tokens) if whole else 0,
         ),

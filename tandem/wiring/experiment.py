@@ -216,11 +216,20 @@ def provenance_of(point: ComposedConfig, run_spec: RunSpec) -> dict[str, Any]:
         "requests": len(run_spec.requests),
         "has_prompt_ids": all(r.prompt_ids is not None for r in run_spec.requests),
         **_trained(run_spec),
+        **(_assumed(run_spec) if is_predicted else {}),
         "memory_plan": _memory_plan(run_spec) if has_kv else None,  # of a replica
         "kv_pages": pages_of(run_spec)[GPU] if has_kv else None,
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }
+
+
+def _assumed(run_spec: RunSpec) -> dict[str, str]:
+    """What times rest on that was never measured; empty where nothing of the kind is used."""
+    if not run_spec.has_two_lanes:
+        return {}
+    share = f"{run_spec.lane_share:g} of the device's rate (lane_share)"
+    return {"assumed": f"while both compute lanes are busy, each has {share}"}
 
 
 def _trained(run_spec: RunSpec) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.contract.layout import Layout
 from engine.contract.policy import Policy, Router, traits_of
-from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
+from engine.contract.regions import PageSize, Place, Pool
 from engine.results.plan_log import check_jobs, read_plans
 from models.spec import ModelSpec
 from policies.composed import Composed as ComposedPolicy
@@ -54,6 +53,12 @@ class RunSpec:
     trainees: Sequence[Trainee] = ()
     ratios: Sequence[DurationRatio] = ()
     quote_pace: float = 1.0  # factor on the durations that policies are quoted
+    lane_share: float = 0.5  # assumed: of a device's rate, while its other compute lane is busy
+
+    @property
+    def has_two_lanes(self) -> bool:
+        """Whether what finetunes runs on a compute lane beside that of serving."""
+        return traits_of(self.policy).two_lanes
 
     @property
     def durations(self) -> LaunchCost:
@@ -82,6 +87,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         ValueError: In one line, the first setting that is wrong.
     """
     config = point.config
+    _check_alone(config)
     seed = _int_from(0, config, "seed")
     builder = builder_of(point)
     spec = spec or _built(builder, config, "model", ModelSpec)
@@ -117,7 +123,6 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
     quoted = PolicyCost(cost, _nothing)
     left_bytes = dict(room.capacity_bytes)
     if finetunes := any([trainee.job.finetunes for trainee in trainees]):
-        room = replace(room, layout=_with_served(room.layout, spec))
         for place, nbytes in room.layout.places.items():
             left_bytes[place.pool] -= nbytes
     planned = laid_out(config, builder, trainees, left_bytes, quoted, policy)
@@ -144,6 +149,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         trainees=trainees,
         ratios=_ratios(config),
         quote_pace=_quote_factor(config),
+        lane_share=_lane_share(config),
     )
 
 
@@ -153,6 +159,21 @@ def _quote_factor(config: Mapping[str, Any]) -> float:
     if not 0 < pace < float("inf"):
         raise ValueError(f"quote_pace={pace}: it must be above 0")
     return float(pace)
+
+
+def _lane_share(config: Mapping[str, Any]) -> float:
+    """A lane's share of a device while both compute lanes are busy; earlier versions have none."""
+    share = conform(config.get("lane_share", 0.5), float, "lane_share")
+    if not 0 < share <= 1:
+        raise ValueError(f"lane_share={share}: it must be above 0, and at most 1")
+    return float(share)
+
+
+def _check_alone(config: Mapping[str, Any]) -> None:
+    """Tokens per second of finetuning alone, which reports read; earlier versions have none."""
+    alone = conform(config.get("finetune_alone"), float | None, "finetune_alone")
+    if alone is not None and not alone > 0:
+        raise ValueError(f"finetune_alone={alone}: tokens per second, above 0")
 
 
 def _ratios(config: Mapping[str, Any]) -> tuple[DurationRatio, ...]:
@@ -203,7 +224,8 @@ def _room(
     if requests:
         longest = max([t.job.sequence_tokens for t in trainees if t.job.finetunes], default=0)
         return room_for(budget, device, spec, page, requests, policy, replicas, longest)
-    return training_room(budget, device, page)
+    frozen = [trainee.frozen_bytes for trainee in trainees if trainee.job.finetunes]
+    return training_room(budget, device, page, max(frozen, default=0))
 
 
 def training_space(point: ComposedConfig) -> dict[Pool, int]:
@@ -212,12 +234,6 @@ def training_space(point: ComposedConfig) -> dict[Pool, int]:
     budget, device = _space(point.config, device)
     page = PageSize.of(spec_of(point), _int_from(1, point.config, "page_tokens"))
     return training_room(budget, device, page).capacity_bytes
-
-
-def _with_served(layout: Layout, spec: ModelSpec) -> Layout:
-    """A layout with the weights that a finetuning job shares, also where nothing is served."""
-    served = {Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, 0): spec.weight_bytes}
-    return replace(layout, places={**served, **layout.places})
 
 
 def _device(config: Mapping[str, Any], builder: Builder) -> tuple[Device, Group]:

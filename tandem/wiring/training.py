@@ -46,6 +46,12 @@ class Trainee:
     shape: TrainingShape
     batches: Batches
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Weights that do not train."""
+        frozen = [p.elements for p in self.shape.parameters if not p.trains]
+        return sum(frozen) * self.shape.item_bytes
+
 
 def trainees_of(
     config: Mapping[str, Any],

@@ -140,10 +140,16 @@ def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
 
 
 def trace_hash(requests: Sequence[Request]) -> str:
-    """One hash for what is replayed: lengths, ids, arrivals and sessions."""
+    """One hash for what is replayed: lengths, ids, arrivals and sessions.
+
+    Tenants and adapters count where a request has one: earlier versions knew none.
+    """
     names, digest = [field.name for field in fields(Request)], hashlib.sha256()
     for request in requests:
         row = {name: getattr(request, name) for name in names}  # asdict would copy every id
+        for name in ("tenant", "adapter"):
+            if not row[name]:
+                del row[name]
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()
 

@@ -201,6 +201,34 @@ def test_a_crossing_is_where_the_last_disadvantage_ends() -> None:
     assert isnan(crossover(frame([1, 1]), "offload", "keep")), "not tried"
 
 
+def test_ways_to_share_have_their_bounds_beside_them(tmp_path: Path, unrendered: None) -> None:
+    """Sweeps in one folder: what shares, what serves alone, and what finetunes alone."""
+
+    def carry_out(name: str, *words: str) -> None:
+        out = ["--engine", "serial", "--out", str(tmp_path / "table" / name)]
+        assert main(["sweep", "experiment=coserve_table", *words, *out]) == 0
+
+    carry_out("shares", *COSERVED, "policy=spatial,spatial_limited", "arrival.rate=4.0,8.0")
+    serves = ("policy=chunked_restart", "training=none", "arrival.rate=8.0,16.0")
+    carry_out("serves", *COSERVED[:3], *serves)
+    trains = ("policy=temporal", "trace=none", "training.num_steps=2", "arrival.rate=4.0")
+    carry_out("finetunes", *COSERVED, *trains)
+    assert main(["report", str(tmp_path / "table")]) == 0
+    found = pd.read_csv(tmp_path / "table" / "report" / "figures" / "coserve_table.csv")
+    by_policy = dict(iter(found.groupby("policy")))
+    assert set(by_policy) == {
+        *("spatial", "spatial_limited", "serving alone", "finetuning alone"),
+        *[f"{m} of 4 devices serve" for m in (1, 2, 3)],
+    }
+    (alone,) = by_policy["finetuning alone"]["finetune_tokens_per_s"]
+    half, serving = by_policy["2 of 4 devices serve"], by_policy["serving alone"]
+    assert half["rate_per_s"].tolist() == [4.0, 8.0]
+    assert half["mean_tpot_s"].tolist() == serving["mean_tpot_s"].tolist()
+    assert half["finetune_tokens_per_s"].tolist() == pytest.approx([alone / 2] * 2)
+    for name in ("spatial", "spatial_limited"):
+        assert by_policy[name]["finetune_tokens_per_s"].between(0, alone).all()
+
+
 COSERVED = ("model=micro_llama", "device=cpu", "limit=12", "training.sequence_tokens=64")
 COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
 

@@ -66,8 +66,8 @@ SHOWN = {
     "policy temporal": f"{SLO}::test_two_steps_train_behind_some_that_serve",
     "policy temporal, dynamic": f"{SLO}::test_training_comes_seldom_while_requests_wait",
     "policy temporal, limited": f"{SLO}::test_a_limited_turn_is_a_window_or_some_layers",
-    "policy tide: PatrickStar and ZeRO-3 under KV": (
-        "tests/policies/test_tide.py::test_requests_take_what_training_can_evict"
+    "policy elastic: PatrickStar and ZeRO-3 under KV": (
+        "tests/policies/test_elastic.py::test_requests_take_what_training_can_evict"
     ),
     "a wrong predictor is corrected": (
         f"{SLO}::test_a_wrong_predictor_is_corrected_by_what_launches_took"

@@ -14,6 +14,7 @@ from engine.contract.plan import Plan
 from engine.contract.policy import Policy, traits_of
 from engine.contract.view import View
 from engine.laws.check_policy import WatchedPolicy
+from policies.training.out_of_memory import OutOfMemory
 from tandem.cli.catalog import PLURALS, axes_of, options
 from tandem.config.build import Builder
 from tandem.config.compose import composed
@@ -27,7 +28,8 @@ WITH_TRAITS = re.compile(r"[^\[\]]*\.(?: \[(?P<traits>[^\[\]]+)\])?")
 TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
-FINETUNING = ("coserve", "coserve_slo", "temporal")
+FINETUNING = ("coserve", "coserve_slo", "temporal", "temporal_limited")
+FINETUNING += ("spatial", "spatial_limited")
 NOT_SERVING = ("recorded", *TRAINING, *FINETUNING)
 POLICIES = [name for name in options("policy") if name not in NOT_SERVING]
 SERVING = [name for name in options("experiment") if not axes_of(name)]  # the rest trains
@@ -78,6 +80,32 @@ def test_policy_that_finetunes(name: str, tmp_path: Path) -> None:
     metrics = ten(tmp_path, f"policy={name}", *words, "training.microbatches=2")
     assert metrics["num_finished"] == 10
     assert metrics["finetune_samples"] and metrics["train_steps"]
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("name", FINETUNING)
+def test_finetuning_alone(name: str, tmp_path: Path) -> None:
+    """It shares the weights of a model that serves nothing, and a run tells its share of it."""
+    words = ["training=finetune", "training.sequence_tokens=64", "training.data.mean_tokens=32"]
+    words += [f"policy={name}", "training.microbatches=2", "training.num_steps=2"]
+    config = composed([*words, "trace=none", "backend=sim"])
+    alone = run_experiment(config, tmp_path / "alone")
+    assert alone["finetune_samples"] == 4 and alone["train_steps"] == 2
+    rate, weights = alone["finetune_tokens_per_s"], run_spec_of(config).spec.weight_bytes
+    assert alone["peak_gpu0_weight_bytes"] >= weights
+    beside = ten(tmp_path, *words, f"finetune_alone={rate}")
+    assert beside["finetune_share"] == pytest.approx(beside["finetune_tokens_per_s"] / rate)  # type: ignore[operator]
+
+
+def test_a_rate_of_finetuning_alone_that_cannot_be_is_told() -> None:
+    with pytest.raises(ValueError, match=r"finetune_alone=0\S*: tokens per second, above 0"):
+        run_spec_of(composed(["finetune_alone=0"]))
+
+
+def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    words = ["training=finetune", "policy=coserve", "trace=none", "budget.device_bytes=100000"]
+    with pytest.raises(OutOfMemory, match="bytes short for the weights that jobs finetune over"):
+        run_spec_of(composed([*words, "training.sequence_tokens=64"]))
 
 
 def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:

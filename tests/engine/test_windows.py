@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.contract.job import Job, TrainingProgress
+from engine.contract.layout import Mode
 from engine.contract.plan import HOST_LANE, Compute, Free, Grow, Plan, Slice
 from engine.contract.policy import Policy
 from engine.contract.progress import advance_training, check_order, start_of
@@ -16,6 +17,7 @@ from engine.contract.regions import (
     SAMPLE_GRADIENT,
     Kind,
     Place,
+    Tier,
     Work,
     gradient,
     hidden_gradient,
@@ -25,7 +27,7 @@ from engine.contract.regions import (
 )
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
-from engine.contract.windows import sample_bytes, sample_places, window_footprint
+from engine.contract.windows import on_host, sample_bytes, sample_places, window_footprint
 from models.training.kept import kept_token_bytes
 from policies.kv.paged_restart import PagedRestart
 from policies.sharing.coserve import CoMemory
@@ -40,9 +42,10 @@ PAGES = 900
 PLENTY = CoMemory(PagedRestart())
 
 
-def begun(samples: list[Sample], **given: object) -> Job:
+def begun(samples: list[Sample], modes: Mode = Mode.KEEP, **given: object) -> Job:
     spec = finetuning_job(7, samples, **given)
-    return Job.trains(TrainingProgress(spec, layout_of_jobs([spec], PAGES).training[7]), 0)
+    layout = layout_of_jobs([spec], PAGES, modes).training[7]
+    return Job.trains(TrainingProgress(spec, layout), 0)
 
 
 def windows(job: Job, *slices: tuple[int, Work, range, int]) -> None:
@@ -246,6 +249,41 @@ def test_a_sample_that_gives_way_names_all_that_it_may_hold() -> None:
 
 def _is_kept(place: Place) -> bool:
     return place.region.kind in (Kind.KV, Kind.ACTIVATION)
+
+
+def test_a_unit_that_offloads_keeps_each_window_in_a_place_of_its_own() -> None:
+    job = begun([Sample(10), Sample(6)], Mode.OFFLOAD, num_steps=1, microbatches=2)
+    training, each = job.training, kept_token_bytes(SPEC, finetuning_job(7, [Sample(10)]).recipe)
+    assert training is not None
+    for first, tokens in ((0, 4), (4, 6)):
+        piece = Slice(job, tokens, F, EVERY, 0)
+        footprint = window_footprint(piece, training, PAGE, 0)
+        places = [kept(7, unit, first=first) for unit in range(1, 5)]
+        assert footprint.goes == tuple(places) and not footprint.comes
+        assert [dict(footprint.sizes)[place] for place in places] == [tokens * each] * 4
+        windows(job, (tokens, F, EVERY, 0))
+    assert training.windows(0, 1) == (0, 4) and training.copy().windows(0, 4) == (0, 4)
+    back = window_footprint(Slice(job, 10, B, range(3, 5), 0), training, PAGE, 0)
+    own = [kept(7, unit, first=first) for unit in (3, 4) for first in (0, 4)]
+    assert back.comes == tuple(own) and {*own} <= {*back.reads} & {*back.frees}
+    held = {kept(7, unit, first=first) for unit in range(1, 5) for first in (0, 4)}
+    assert held | {*map(on_host, held)} <= {*sample_places(training, 0)}
+    assert not held & {*sample_bytes(training, PAGE, 0)}
+    training._forget()
+    assert training.windows(0, 1) == () and not held & {*sample_places(training, 0)}
+    windows(job, (10, F, EVERY, 0), (10, B, range(1, 5), 0))
+    assert training.sample == 1 and training.windows(1, 1) == ()
+
+
+@pytest.mark.parametrize("modes", [Mode.KEEP, Mode.RECOMPUTE])
+def test_units_that_stay_on_the_device_have_one_place(modes: Mode) -> None:
+    job = begun([Sample(10)], modes)
+    training = job.training
+    assert training is not None
+    windows(job, (4, F, EVERY, 0), (6, F, EVERY, 0))
+    back = window_footprint(Slice(job, 10, B, range(4, 5), 0), training, PAGE, 0)
+    assert kept(7, 4) in back.reads and not (back.comes or back.goes)
+    assert not any([place.tier is Tier.HOST for place in sample_places(training, 0)])
 
 
 # ---- plans that lie

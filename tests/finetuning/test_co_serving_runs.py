@@ -56,13 +56,18 @@ class Run:
         return [encode(row[-1]) for row in self.recorder.plans]
 
 
-@lru_cache
 def run(backend: str, *overrides: str) -> Run:
     """Carries a small run out."""
     small = [*SMALL]
     if any([word.startswith("policy=") for word in overrides]):  # which has other settings
         small = [word for word in SMALL if not word.startswith("scheduling.")]
-    point = composed([*small, *f"backend={backend}".split(), *overrides])
+    return run_of(backend, (*small, *overrides))
+
+
+@lru_cache
+def run_of(backend: str, words: tuple[str, ...]) -> Run:
+    """Carries a run of these words out."""
+    point = composed([*words, *f"backend={backend}".split()])
     found = run_spec_of(point)
     with backend_of(found, point.config["backend"]) as world:
         recorder = Recorder(world.meter)
@@ -122,6 +127,26 @@ def test_a_turn_of_training_without_room_serves() -> None:
     found = run("lockstep", *words)
     assert found.log == run("sim", *words).log
     check_tokens(found)
+
+
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK, UNFUSED], ids=str)
+def test_kept_or_offloaded_gives_equal_bits_on_every_clock(words: tuple[str, ...]) -> None:
+    kept, away = run("lockstep", *words), (*words, "planner.modes=offload")
+    expected = run("sim", *away)
+    assert any('"host"' in plan and '"activation"' in plan for plan in expected.log)
+    for backend in BACKENDS:
+        found = run(backend, *away)
+        assert found.log == expected.log
+        assert not differing(found.result, kept.result)
+        assert found.outputs == kept.outputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_offloaded_sample_that_gives_way_begins_anew(backend: str) -> None:
+    found = run(backend, *TIGHT, "planner.modes=offload")
+    check_tokens(found)
+    roomy = run("lockstep", *TIGHT, "budget.kv_pages=400")
+    assert found.losses == pytest.approx(roomy.losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT, GPT2, HALF], ids=str)

@@ -77,7 +77,9 @@ def graphs() -> int:
     return len([t for t in found if t.grad_fn is not None])
 
 
-@pytest.mark.parametrize("words", [(), WINDOWS_BACK, ("training/recipe=sgd",)], ids=str)
+@pytest.mark.parametrize(
+    "words", [(), WINDOWS_BACK, ("training/recipe=sgd",), ("planner.modes=offload",)], ids=str
+)
 def test_the_meter_reads_what_is_booked(words: tuple[str, ...]) -> None:
     """To the byte, but for pages that a launch still reads, which are free already."""
     found = run("lockstep", "device.host_plan_ns=0", "device.host_slice_ns=0", *words)

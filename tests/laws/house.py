@@ -46,6 +46,7 @@ ALLOWED = {
     "least_outstanding": "router=least_outstanding, a public name of conf/router",
     "least_recent": "LRU spelled out",
     "memory_tide": "experiment=memory_tide, a public name of conf/experiment",
+    "tide_under_kv": "experiment=tide_under_kv, a public name of conf/experiment",
 }
 
 

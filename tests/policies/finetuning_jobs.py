@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from engine.contract.layout import Layout
+from engine.contract.layout import Layout, Mode
 from engine.contract.regions import PageSize, Tier
 from models.spec import ModelSpec
 from models.training.kept import finetuning_shape
@@ -39,11 +39,13 @@ def random_job(rng: random.Random, job_id: int, **given: Any) -> TrainingJob:
     return finetuning_job(job_id, samples, num_steps=3, **given)
 
 
-def layout_of_jobs(jobs: Sequence[TrainingJob], pages: int) -> Layout:
+def layout_of_jobs(
+    jobs: Sequence[TrainingJob], pages: int, modes: Mode | tuple[Mode, ...] = Mode.KEEP
+) -> Layout:
     """Where adapters and optimizer states of jobs lie, in a device of so many pages."""
     shapes = {job.job_id: finetuning_shape(SPEC, job) for job in jobs}
     capacity = {(Tier.GPU, 0): pages * PAGE.nbytes, (Tier.HOST, 0): 1 << 30}
-    return Windows().prepare(shapes, jobs, capacity)
+    return Windows(modes).prepare(shapes, jobs, capacity)
 
 
 def coserving(memory: CoMemory | None = None, **given: Any) -> Composed:

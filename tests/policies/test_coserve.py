@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.contract.executor import Launch
-from engine.contract.layout import Layout
+from engine.contract.layout import Layout, Mode
 from engine.contract.plan import Compute, Plan, Slice
 from engine.contract.regions import KV_GRADIENT, SHARED_OWNER, Kind, Place, Region, Tier, Work
 from policies.kv.paged_restart import PagedRestart
@@ -45,7 +45,7 @@ def finetuned(plan: Plan) -> list[Slice]:
 
 def run(jobs: list[TrainingJob], requests: list[Request], pages: int, **given: Any) -> Replay:
     given.setdefault("policy", coserving())
-    layout = layout_of_jobs(jobs, pages)
+    layout = layout_of_jobs(jobs, pages, given.pop("modes", Mode.KEEP))
     policy = given.pop("policy")
     return replay(policy, [*requests, *jobs], pages=pages, page=PAGE, layout=layout, **given)
 

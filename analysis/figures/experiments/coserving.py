@@ -17,6 +17,9 @@ FINETUNED = FigureAxis("finetune_tokens_per_s", "finetuned tokens/s")
 TRAINED = FigureAxis("train_tokens_per_s", "trained tokens/s, after the first step")
 LATENCY = FigureAxis("mean_tpot_s", "mean TPOT, ms", MS)
 TAIL = FigureAxis("p99_tpot_s", "p99 TPOT, ms", MS)
+RATE = "rate_per_s"
+SERVING, FINETUNING = "serving alone", "finetuning alone"
+DEVICES = 4  # of FlexLLM's clusters
 BESIDE = "Left: tokens of samples that went forward per second. Right: mean TPOT of the requests."
 
 
@@ -66,6 +69,49 @@ def frontier(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
     return panel("coserve_frontier", [data], draw, (6.5, 3.6), folder, text=text)
 
 
+def ways_to_share(runs: pd.DataFrame) -> pd.DataFrame:
+    """The figures of each finished run by load, those of the bounds, and of devices of their own.
+
+    A run that trains nothing is `serving alone`, one that serves nothing `finetuning alone`. Where
+    both are there, `m of 4 devices serve` has the means over four devices of which m serve the
+    load of all, and the others finetune (FlexLLM's separate clusters).
+
+    Args:
+        runs: the table of `tandem collect`.
+
+    Returns:
+        Columns policy, rate_per_s (of a device), and those of the three figures.
+    """
+    rows = runs[runs["status"].eq("ok")]
+    data = pd.DataFrame({"policy": rows["policy"], RATE: rows["config.arrival.rate"].astype(float)})
+    for axis in (FINETUNED, LATENCY, TAIL):
+        data[axis.column] = rows.reindex(columns=[axis.column])[axis.column].astype(float)
+    serves, trains = data[LATENCY.column].notna(), data[FINETUNED.column].notna()
+    data.loc[serves & ~trains, "policy"] = SERVING
+    data.loc[trains & ~serves, "policy"] = FINETUNING
+    alone = data.loc[trains & ~serves, FINETUNED.column].max()
+    parts = [data]
+    for serving in range(1, DEVICES) if alone == alone else ():  # NaN: no such run
+        part = data[serves & ~trains].copy()
+        part["policy"] = f"{serving} of {DEVICES} devices serve"
+        part[RATE] *= serving / DEVICES
+        part[FINETUNED.column] = alone * (DEVICES - serving) / DEVICES
+        parts.append(part)
+    return pd.concat(parts).sort_values(["policy", RATE]).reset_index(drop=True)
+
+
+def coserve_table(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
+    """Draws finetuning and latency of the ways to share a device, with their bounds, over load."""
+    data, x = ways_to_share(runs), FigureAxis(RATE, "requests per second and device")
+    axes = iter((FINETUNED, LATENCY))
+
+    def draw(part: pd.DataFrame, ax: Any) -> Any:
+        return plot_lines(part, ax, x, next(axes), "policy")
+
+    text = ("Ways to share a device", f"{BESIDE} A line is a policy, a bound, or devices apart.")
+    return panel("coserve_table", [data, data], draw, (9.5, 3.6), folder, text=text)
+
+
 def _over(data: pd.DataFrame, ax: Any, x: FigureAxis, y: FigureAxis) -> Any:
     return plot_lines(data, ax, x, y, "policy")
 
@@ -111,7 +157,7 @@ tide_under_kv = _beside(
     (
         "Training under keys and values",
         "Left: tokens trained per second. Right: mean TPOT of the requests. time_shared divides "
-        "memory for good; tide gives each side what the other leaves.",
+        "memory for good; elastic gives each side what the other leaves.",
     ),
     TRAINED,
 )

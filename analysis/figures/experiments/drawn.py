@@ -27,6 +27,7 @@ FIGURES: Mapping[str, Draw] = {
     "burstiness": coserving.burstiness,
     "chunk_size": chunk_size.drawn,
     "coserve_frontier": coserving.frontier,
+    "coserve_table": coserving.coserve_table,
     "eviction": eviction.drawn,
     "finetune_length": coserving.finetune_length,
     "link_bandwidth": link_bandwidth.drawn,

@@ -9,7 +9,7 @@ import pytest
 
 from analysis.run import Run, load
 from policies.kv.paged_restart import PagedRestart
-from policies.sharing.tide import TideMemory
+from policies.sharing.elastic import ElasticMemory
 from policies.training.all_on_device import AllOnDevice
 from policies.training.patrickstar import PatrickStar
 from tandem.cli.__main__ import main
@@ -28,20 +28,25 @@ def carried_out(folder: Path, *words: str) -> Run:
 
 def test_a_policy_that_evicts_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"AllOnDevice evicts nothing .* memory=time_shared"):
-        TideMemory(PagedRestart(), AllOnDevice())  # type: ignore[arg-type]
+        ElasticMemory(PagedRestart(), AllOnDevice())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_a_share_is_at_most_the_whole(share: float) -> None:
     with pytest.raises(ValueError, match="host_share"):
-        TideMemory(PagedRestart(), PatrickStar(), share)
+        ElasticMemory(PagedRestart(), PatrickStar(), share)
 
 
 @pytest.mark.parametrize("training", TRAINED)
 def test_requests_take_what_training_can_evict(training: str, tmp_path: Path) -> None:
     """In the simulator, where the device has room for the longest request and little more."""
     planner = "fixed_chunks" if training == "patrickstar" else "unit_chunks"
-    words = ("policy=tide", f"memory@memory.training={training}", f"planner={planner}", "limit=12")
+    words = (
+        "policy=elastic",
+        f"memory@memory.training={training}",
+        f"planner={planner}",
+        "limit=12",
+    )
     run = carried_out(tmp_path / "run", *words, "arrival=all_at_once", "budget.fraction=0.045")
     assert (run.requests["status"] == "finished").all() and len(run.training) == 3
     evicted = run.steps["lane"].str.contains("gpu->host")
@@ -53,13 +58,13 @@ def test_requests_take_what_training_can_evict(training: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "backend", [("lockstep",), ("cpu",), ("cpu", "backend.clock=wall")], ids="-".join
 )
-def test_training_under_the_tide_is_training_alone(
+def test_training_under_keys_and_values_is_training_alone(
     backend: tuple[str, ...], training: str, tmp_path: Path
 ) -> None:
     planner = "fixed_chunks" if training == "patrickstar" else "unit_chunks"
     name, *words = backend
     alone = carried_out(tmp_path / "alone", f"policy={training}", "trace=none", "backend=lockstep")
-    both = ("policy=tide", f"memory@memory.training={training}", f"planner={planner}", "limit=8")
+    both = ("policy=elastic", f"memory@memory.training={training}", f"planner={planner}", "limit=8")
     run = carried_out(tmp_path / "run", *both, f"backend={name}", *words)
     assert run.training["loss"].tolist() == alone.training["loss"].tolist()
     assert (run.requests["status"] == "finished").all() and len(run.requests) == 8
@@ -67,7 +72,7 @@ def test_training_under_the_tide_is_training_alone(
 
 @pytest.mark.slow
 def test_lockstep_decides_as_the_simulator(tmp_path: Path) -> None:
-    words = ("policy=tide", "limit=12", "arrival=all_at_once", "budget.fraction=0.045")
+    words = ("policy=elastic", "limit=12", "arrival=all_at_once", "budget.fraction=0.045")
     logs = [
         carried_out(tmp_path / name, *words, f"backend={name}").plans["body"].tolist()
         for name in ("sim", "lockstep")
@@ -79,7 +84,7 @@ def test_a_host_share_that_is_too_small_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words: list[Any] = ["policy=tide", *JOB, "limit=4", "memory.host_share=0.000001"]
+    words: list[Any] = ["policy=elastic", *JOB, "limit=4", "memory.host_share=0.000001"]
     words += ["budget.fraction=0.045"]
     assert main(["run", *words]) == 1
     assert "memory.host_share" in capsys.readouterr().err

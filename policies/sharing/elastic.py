@@ -32,7 +32,7 @@ class Resident(Memory, Protocol):
 
 
 @dataclass(frozen=True)
-class TideMemory:
+class ElasticMemory:
     """Keys and values rise and fall, and what training has on the device gives way to them.
 
     Serving is planned as if the device lacked nothing that training can evict. Where it takes such
@@ -60,16 +60,16 @@ class TideMemory:
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_share <= 1:
-            raise ValueError(f"tide: host_share is {self.host_share}, must be in [0, 1]")
+            raise ValueError(f"elastic memory: host_share is {self.host_share}, must be in [0, 1]")
         if traits_of(self.serving).prefix_caching:
             raise ValueError(
-                "tide: the serving memory keeps pages for later requests, and training takes the "
+                "elastic memory: the serving memory keeps pages for later requests, and training takes the "
                 "bytes of pages without a holder; leave prefix_caching out"
             )
         if not hasattr(self.training, "resident"):
             name = type(self.training).__name__
             raise ValueError(
-                f"tide: {name} evicts nothing from the device for others; take patrickstar, "
+                f"elastic memory: {name} evicts nothing from the device for others; take patrickstar, "
                 "zero3_offload, fsdp2_offload or demand_paging@training, or memory=time_shared"
             )
 

@@ -1,0 +1,45 @@
+"""Spatial sharing: the device serves and trains at once, by launches of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.contract.plan import Slice
+from engine.contract.policy import Scheduling, Traits, traits_of
+from engine.contract.view import View
+from policies.sharing.coserve import first_with_work
+from policies.sharing.temporal import next_turn
+from policies.sharing.time_shared import side_of
+from policies.training.cycle import training_jobs
+
+
+@dataclass(frozen=True)
+class Spatial:
+    """FlexLLM's spatial sharing: each step serves, and takes a whole sample forward or back.
+
+    The memory policy has both run on compute lanes of their own (`CoMemory` with `lanes=2`). A step
+    is over when both are, so a sample takes two steps, and a token of a request as long as one of
+    them. Limited spatial sharing is no rule of its own: it is `CoServe`, with its budget of tokens
+    and layers, on two lanes (flexflow-serve, `SPATIAL_SHARING`).
+
+    Args:
+        serving: scheduling of the requests.
+    """
+
+    serving: Scheduling
+
+    @property
+    def traits(self) -> Traits:
+        """The bounds of serving, and a sample beside it."""
+        serving = traits_of(self.serving)
+        return Traits(
+            step_tokens=serving.step_tokens,
+            prompt_tokens=serving.prompt_tokens,
+            max_jobs=serving.max_jobs,
+            whole_samples=True,
+        )
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        serves = tuple(self.serving.batch(side_of(view, trains=False)))
+        job = first_with_work(training_jobs(view))
+        return serves if job is None else (*serves, *next_turn(job))
