@@ -63,14 +63,14 @@ class ElasticMemory:
             raise ValueError(f"elastic memory: host_share is {self.host_share}, must be in [0, 1]")
         if traits_of(self.serving).prefix_caching:
             raise ValueError(
-                "elastic memory: the serving memory keeps pages for later requests, and training takes the "
-                "bytes of pages without a holder; leave prefix_caching out"
+                "elastic memory: the serving memory keeps pages for later requests, and training "
+                "takes the bytes of pages without a holder; leave prefix_caching out"
             )
         if not hasattr(self.training, "resident"):
             name = type(self.training).__name__
             raise ValueError(
-                f"elastic memory: {name} evicts nothing from the device for others; take patrickstar, "
-                "zero3_offload, fsdp2_offload or demand_paging@training, or memory=time_shared"
+                f"elastic memory: {name} evicts nothing from the device for others; take "
+                "patrickstar, zero3_offload, fsdp2_offload or demand_paging, or memory=time_shared"
             )
 
     @property
