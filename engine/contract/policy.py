@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.contract.job import Job, named
 from engine.contract.layout import Layout
 from engine.contract.plan import Collective, Compute, Grow, Plan, Slice
 from engine.contract.regions import Place, Pool, Tier
 from engine.contract.rules import at_caller, at_class
-from engine.contract.view import Cost, RunningDecodes, View
+from engine.contract.view import Cost, RunningDecodes, ServiceWeights, View
 from models.training.shape import TrainingShape
 from traces.serving.request import TrainingJob
 
@@ -38,6 +38,7 @@ class Traits:
         max_jobs: Of a scheduling: the most requests in service; 0 where there is no bound. By
             these three a run sets memory aside for its largest step.
         trains_only: Of a scheduling: the batch never holds a request.
+        service: Of a scheduling: what tokens add to `View.service`; None: nothing is counted.
         kv_growth: Of a memory policy: how the KV of running jobs grows: by a `page` when the last
             one is full, never within a job's `reserved` tokens, or as `asked` at each plan. The
             first two also promise that free pages, less `spare_pages`, are all that decides which
@@ -65,6 +66,7 @@ class Traits:
     prompt_tokens: int = 0
     max_jobs: int = 0
     trains_only: bool = False
+    service: ServiceWeights | None = None
     kv_growth: Literal["asked", "page", "reserved"] = "asked"
     spare_pages: int = 0
     reserved_tokens: int = 0
@@ -77,8 +79,8 @@ class Traits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value: object = getattr(self, field.name)
-            if not _is_allowed(field.name, field.default, value):
-                allowed = _allowed(field.name, field.default)
+            allowed, is_allowed = _allowed(field.name, field.default)
+            if not is_allowed(value):
                 told = f"Traits({field.name}={value!r}): it must be {allowed}"
                 raise ValueError(at_caller(told))
         if self.kv_growth == "reserved" and not self.reserved_tokens:
@@ -102,6 +104,7 @@ class Traits:
             prompt_tokens=self.prompt_tokens,
             max_jobs=self.max_jobs,
             trains_only=self.trains_only,
+            service=self.service,
             recurs=self.recurs and memory.recurs,
         )
 
@@ -116,24 +119,21 @@ class Traits:
         return ", ".join(promises)
 
 
-def _is_allowed(name: str, default: object, value: object) -> bool:
-    """Whether a trait may have a value. True is no whole number here."""
+def _allowed(name: str, default: object) -> tuple[str, Callable[[Any], bool]]:
+    """What a trait may be, in words and as a test. True is no whole number here."""
     if name == "kv_growth":
-        return isinstance(value, str) and value in KV_GROWTH
+        growths = " or ".join(f'"{growth}"' for growth in KV_GROWTH)
+        return growths, lambda value: isinstance(value, str) and value in KV_GROWTH
     if isinstance(default, tuple):
-        return isinstance(value, tuple) and all(isinstance(tier, Tier) for tier in value)
+        tiers = ", ".join(f"Tier.{tier.name}" for tier in Tier)
+        return f"a tuple of {tiers}", lambda value: (
+            isinstance(value, tuple) and all(isinstance(tier, Tier) for tier in value)
+        )
     if isinstance(default, bool):
-        return isinstance(value, bool)
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _allowed(name: str, default: object) -> str:
-    """The values that a trait may have, in words."""
-    if name == "kv_growth":
-        return " or ".join(f'"{growth}"' for growth in KV_GROWTH)
-    if isinstance(default, tuple):
-        return f"a tuple of {', '.join(f'Tier.{tier.name}' for tier in Tier)}"
-    return "True or False" if isinstance(default, bool) else "a whole number, 0 or more"
+        return "True or False", lambda value: isinstance(value, bool)
+    if default is None:
+        return "a ServiceWeights or None", lambda v: isinstance(v, ServiceWeights | None)
+    return "a whole number, 0 or more", lambda value: type(value) is int and value >= 0
 
 
 PROMISES_NOTHING = Traits()

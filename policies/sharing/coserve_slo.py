@@ -67,11 +67,12 @@ class CoServeSlo:
             step_tokens=serving.step_tokens and max(self.token_budget, serving.step_tokens),
             prompt_tokens=serving.prompt_tokens,
             max_jobs=serving.max_jobs,
+            service=serving.service,
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
-        job = first_with_work(training_jobs(view))
+        job = first_with_work(training_jobs(view), view.service)
         if job is None:
             return serves
         if view.cost is None:

@@ -15,12 +15,12 @@ import numpy as np
 from models.spec import ModelSpec
 from tandem.config.build import Builder
 from tandem.config.check import arguments, conform
-from tandem.config.slo import check_classes, shares_of
+from tandem.config.slo import check_classes, shares_of, tenant_shares_of
 from traces.files import absent
 from traces.import_cache import cached_import
 from traces.serving.arrivals import assign, num_arrivals
 from traces.serving.request import Request
-from traces.serving.sessions import with_shares
+from traces.serving.sessions import with_shares, with_tenants
 from traces.store import read_trace
 
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
@@ -96,6 +96,19 @@ def requests_of(
     if shares := shares_of(config["slo"]):
         requests = with_shares(requests, shares, seed)
     _check_lengths(requests, spec)
+    requests = _arriving(requests, config, builder, overrides, seed)
+    shares = tenant_shares_of(config)
+    return with_tenants(requests, shares, seed) if shares else requests
+
+
+def _arriving(
+    requests: list[Request],
+    config: Mapping[str, Any],
+    builder: Builder,
+    overrides: Sequence[str],
+    seed: int,
+) -> list[Request]:
+    """The requests at the times, or in the sessions, that the config node `arrival` gives them."""
     arrival = config["arrival"]
     if arrival.get("_target_") is None:
         return requests

@@ -30,7 +30,7 @@ from tests.laws.house import (
 FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
-    "engine": 41,  # windows of a sample
+    "engine": 42,  # windows of a sample; service by tenant
     "runtime": 48,  # finetuning beside requests
     "tandem": 40,  # a verb of its own with the protocol of fidelity behind it
     "traces": 33,  # samples

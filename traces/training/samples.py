@@ -206,6 +206,7 @@ class Finetuning(TrainingWork):
             recipe=self.recipe,
             samples=samples,
             until_served=self.until_served,
+            tenant=self.tenant,
         )
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
