@@ -27,6 +27,7 @@ COLORS = {
     "orca": "#CC79A7",
     "deadline_restart": "#8E44AD",
     "shortest_restart": "#222222",
+    "vtc_restart": "#F000F0",
     "recorded": "#B5B5B5",
     # of training: seldom in one figure with the policies above
     "train_on_device": "#4D4D4D",
@@ -40,6 +41,7 @@ COLORS = {
     "time_shared": "#D6604D",
     "coserve": "#90C000",
     "coserve_slo": "#F00078",
+    "coserve_vtc": "#700030",
     "temporal": "#0000F0",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")

@@ -77,7 +77,8 @@ class DeviceService:
     so steps that are issued as one need no account of their own. A tenant whose request comes to
     a queue without another of its own is lifted to the least of the tenants that wait there; to the
     tenant that left last where none waits. So time in which a tenant asks for nothing gives it no
-    claim. Finetuning has a queue of its own, which jobs leave at their end.
+    claim. Tenants are compared as if the prompts in service were computed whole, as the paper
+    charges them. Finetuning has a queue of its own, which jobs leave at their end.
 
     Args:
         weights: of the tokens.
@@ -97,7 +98,7 @@ class DeviceService:
         queue = self._requests if job.training is None else self._training
         account = self._accounts.setdefault(job.tenant, _Account())
         if job.tenant not in queue.waiting:
-            known = self.shown()
+            known = self._with_prompts()
             least = min([known[tenant] for tenant in queue.waiting], default=None)
             if least is None and queue.last is not None:
                 least = known[queue.last]
@@ -138,6 +139,15 @@ class DeviceService:
         account = self._accounts[job.tenant]
         account.prefill += prefill
         account.decode += decode
+
+    def _with_prompts(self) -> dict[str, float]:
+        """The counter of each tenant, as if the prompts in service were computed."""
+        found, left = dict(self.shown()), Counter[str]()
+        for job, _, prompt in self._begun.values():
+            left[job.tenant] += max(0, prompt - job.computed_tokens)
+        for tenant, tokens in left.items():
+            found[tenant] += self._weights.prefill * tokens
+        return found
 
     # ---- what is told
     def shown(self) -> Mapping[str, float]:
