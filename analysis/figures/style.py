@@ -42,6 +42,7 @@ COLORS = {
     "coserve": "#90C000",
     "coserve_slo": "#F00078",
     "coserve_vtc": "#700030",
+    "llm_station": "#00E000",
     "temporal": "#0000F0",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
