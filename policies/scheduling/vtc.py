@@ -29,7 +29,8 @@ class Vtc:
     served; without tenants it is as without this scheduling.
 
     Args:
-        serving: forms the batches, from waiting requests in the order in which it is shown them.
+        serving: forms the batches, of waiting requests in the order in which it is shown them; one
+            that sorts by arrival, as Orca does, is first come, first served all the time.
         prefill: what a prompt token adds to the counter of its tenant.
         decode: what a token of an answer adds.
         forward: what a token of a finetuning job adds that goes forward.

@@ -27,7 +27,7 @@ from policies.kv.paged_restart import PagedRestart
 from policies.kv.paged_swap import PagedSwap
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.continuous_batching import ContinuousBatching
-from policies.scheduling.orca import Orca
+from policies.scheduling.vllm_v1 import VllmV1
 from policies.scheduling.vtc import Vtc
 from policies.sharing.coserve import CoMemory, CoServe, first_with_work
 from policies.sharing.coserve_slo import CoServeSlo
@@ -41,7 +41,11 @@ from tests.support.strategies import TIMING, cases, room, sessions, traces
 from traces.serving.request import Request, Sample
 
 CHUNKED, CONTINUOUS = ChunkedPrefill(token_budget=48, max_jobs=12), ContinuousBatching(128, 12)
-SERVING: dict[str, Scheduling] = {"chunked": CHUNKED, "continuous": CONTINUOUS, "orca": Orca(8)}
+SERVING: dict[str, Scheduling] = {
+    "chunked": CHUNKED,
+    "continuous": CONTINUOUS,
+    "v1": VllmV1(token_budget=24, max_jobs=12),
+}
 MEMORY: dict[str, Any] = {
     "restart": PagedRestart(),
     "kept": PagedRestart(prefix_caching=True),
@@ -95,7 +99,7 @@ def test_prompts_in_service_count_whole() -> None:
 def test_it_orders_what_another_scheduling_batches() -> None:
     waiting = [asks(0, "a", 60), asks(1, "a", 60), asks(2, "b", 60)]
     assert order(Vtc(ContinuousBatching(120)), waiting) == [0, 2]
-    assert order(Vtc(Orca(2)), waiting) == [0, 2]
+    assert order(Vtc(VllmV1(80)), waiting) == [0, 2]
     assert order(ContinuousBatching(120), waiting) == [0, 1]
 
 
