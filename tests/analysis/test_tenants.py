@@ -69,6 +69,17 @@ def test_a_training_job_has_a_tenant() -> None:
     assert run_spec_of(composed(words)).trainees[0].job.tenant == "acme"
 
 
+def test_tenants_may_have_a_job_each() -> None:
+    words = ["policy=coserve", "training=finetune", "training.tenants=[a, b]", "limit=2"]
+    words += ["training.sequence_tokens=64", "training.data.mean_tokens=32"]
+    one, other = (trainee.job for trainee in run_spec_of(composed(words)).trainees)
+    assert (one.tenant, other.tenant, other.job_id - one.job_id) == ("a", "b", 1)
+    assert one.samples != other.samples and other.recipe.seed - one.recipe.seed == 1
+    for wrong in ("training.tenants=[a, a]", "training.tenant=c"):
+        with pytest.raises(ValueError, match=r"training\.tenants=\[.*\]: a job for each"):
+            run_spec_of(composed([*words, wrong]))
+
+
 @pytest.mark.parametrize(
     ("word", "told"),
     [

@@ -78,7 +78,7 @@ def run(backend: str, *overrides: str) -> Run:
 
 WINDOWS_BACK = ("scheduling.backward_tokens=16",)
 UNFUSED = ("memory.fused=false",)
-FAIR = ("policy=coserve_vtc", "tenants.shares={a: 0.5, b: 0.5}", "training.tenant=a")
+FAIR = ("policy=coserve_vtc", "tenants.shares={a: 0.5, b: 0.5}", "training.tenants=[a, c]")
 PER_TOKEN = ("policy=coserve_slo", "scheduling.kind=token", "scheduling.multiple=4")
 PER_TOKEN += ("scheduling.slo_s=0.001", "scheduling.ttft_s=0.01")
 STATION = ("policy=llm_station", "scheduling.serving.token_budget=40", "scheduling.steps=4")
@@ -118,7 +118,8 @@ def test_other_policies_plan_alike_in_lockstep(words: tuple[str, ...]) -> None:
 def test_counters_are_as_issued_on_every_clock() -> None:
     first = run("lockstep", *FAIR)
     rows = first.recorder.tables()["service"].to_pylist()
-    assert {row["tenant"] for row in rows} == {"a", "b"}
+    assert {row["tenant"] for row in rows} == {"a", "b", "c"}
+    assert all(row["forward_tokens"] for row in rows if row["tenant"] != "b")
     for backend in BACKENDS[1:]:
         found = run(backend, *FAIR)
         assert found.log == first.log
