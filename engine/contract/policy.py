@@ -126,9 +126,7 @@ def _allowed(name: str, default: object) -> tuple[str, Callable[[Any], bool]]:
         return growths, lambda value: isinstance(value, str) and value in KV_GROWTH
     if isinstance(default, tuple):
         tiers = ", ".join(f"Tier.{tier.name}" for tier in Tier)
-        return f"a tuple of {tiers}", lambda value: (
-            isinstance(value, tuple) and all(isinstance(tier, Tier) for tier in value)
-        )
+        return f"a tuple of {tiers}", lambda v: isinstance(v, tuple) and {*map(type, v)} <= {Tier}
     if isinstance(default, bool):
         return "True or False", lambda value: isinstance(value, bool)
     if default is None:

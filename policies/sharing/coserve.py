@@ -110,9 +110,7 @@ class CoServe:
         return tokens if tokens >= self.min_window else 0
 
 
-def first_with_work(
-    jobs: Iterable[Job], service: Mapping[str, float] | None = None
-) -> Job | None:
+def first_with_work(jobs: Iterable[Job], service: Mapping[str, float] | None = None) -> Job | None:
     """The finetuning job that goes on.
 
     Args:

@@ -35,8 +35,9 @@ class CoServeSlo:
     With `kind="token"` no step has a limit of its own: token i of an answer, counted from 0, is due
     `i * slo_s` after the client got the first one, and the first one `ttft_s` after its arrival. A
     step may then last until the first of these moments, over all requests, less the margin; it
-    begins when the steps in flight end, by their quotes. A request that is late leaves nothing for
-    finetuning. Where no token has a limit, steps have theirs.
+    begins when the steps in flight end, by their quotes. A step with a first token lasts `slo_s` at
+    most, since the second one follows. A request that is late leaves nothing for finetuning. Where
+    no token has a limit, steps have theirs. The host's time is not quoted: the margin covers it.
 
     Args:
         serving: scheduling of the requests.
@@ -100,6 +101,8 @@ class CoServeSlo:
         limit_ns = self.limit_ns(bool(serves))
         if serves and self.kind == "token":
             left_ns = self._due_ns(view) - view.now_ns - self._in_flight_ns(view, view.cost)
+            if any([_begins_answer(piece) for piece in serves]):  # its second token is due then
+                left_ns = min(left_ns, self.slo_s * 1e9)
             limit_ns = (1 - self.margin) * left_ns if left_ns < inf else limit_ns
         return (*serves, *_Step(self, job, serves, view.cost, view.profile, limit_ns).slices())
 
@@ -167,6 +170,12 @@ class CoServeSlo:
         due_ns = min([self._token_due_ns(job, view, -1) for job in view.serving], default=inf)
         most_ns = due_ns - view.now_ns if due_ns < inf else self.limit_ns(serves=True)
         return max(quoted_ns, most_ns)
+
+
+def _begins_answer(piece: Slice) -> bool:
+    """Whether a slice of a request yields its first token."""
+    job = piece.job
+    return job.generated_tokens == 0 and piece.tokens == job.remaining_tokens
 
 
 class _Step:

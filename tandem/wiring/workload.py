@@ -21,7 +21,7 @@ from traces.import_cache import cached_import
 from traces.serving.arrivals import assign, num_arrivals
 from traces.serving.request import Request
 from traces.serving.sessions import with_shares, with_tenants
-from traces.store import read_trace
+from traces.store import OF_VERSION_3, read_trace
 
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
 SESSIONS = 14  # of its ebb: batches from so many down to one
@@ -157,6 +157,9 @@ def trace_hash(requests: Sequence[Request]) -> str:
     names, digest = [field.name for field in fields(Request)], hashlib.sha256()
     for request in requests:
         row = {name: getattr(request, name) for name in names}  # asdict would copy every id
+        for name in OF_VERSION_3:  # hashes of traces without them are those of earlier versions
+            if not row[name]:
+                del row[name]
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()
 

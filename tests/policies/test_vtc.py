@@ -6,6 +6,7 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -68,8 +69,7 @@ def named(work: Sequence[Request], tenants: Sequence[str] = TENANTS) -> list[Req
     """Requests of tenants in turn; those of a session have one."""
     turns = [i if r.session is None else r.session for i, r in enumerate(work)]
     return [
-        replace(r, tenant=tenants[turn % len(tenants)])
-        for r, turn in zip(work, turns, strict=True)
+        replace(r, tenant=tenants[turn % len(tenants)]) for r, turn in zip(work, turns, strict=True)
     ]
 
 
@@ -384,8 +384,10 @@ def test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter() -> Non
     assert (rows["a"]["forward_tokens"], rows["b"]["forward_tokens"]) == (tokens["a"], tokens["b"])
     held = [job.job_id for plan in found.plans for job in plan.restart]
     assert not held
-    at = [piece.job.job_id for plan in found.plans for piece in slices_of(plan) if piece.job.training]
-    turns = 1 + sum(one != other for one, other in zip(at, at[1:], strict=False))
+    at = [
+        piece.job.job_id for plan in found.plans for piece in slices_of(plan) if piece.job.training
+    ]
+    turns = 1 + sum(one != other for one, other in pairwise(at))
     samples = sum(tokens.values()) / 40
     assert turns <= samples + 2, "a sample that has begun goes on to its end"
 

@@ -198,7 +198,9 @@ class Finetuning(TrainingWork):
         """The job of each tenant, drawn by seeds that follow each other; itself without tenants."""
         if not self.tenants:
             return (self,)
-        recipes = [replace(self.recipe, seed=self.recipe.seed + i) for i in range(len(self.tenants))]
+        recipes = [
+            replace(self.recipe, seed=self.recipe.seed + i) for i in range(len(self.tenants))
+        ]
         pairs = zip(self.tenants, recipes, strict=True)
         return tuple([replace(self, recipe=r, tenant=name, tenants=()) for name, r in pairs])
 
