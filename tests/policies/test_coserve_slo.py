@@ -276,12 +276,17 @@ def test_a_first_token_in_flight_counts_from_now_at_the_earliest() -> None:
 
 
 def test_a_first_token_is_due_if_it_has_a_limit() -> None:
-    arrived = [Job(2, 20_000, 30, 30)]
+    arrived = [Job(2, 20_000, 90, 90)]  # of which a step takes 63 beside a decode
     first_ns, jobs = {0: 0}, [decoding(0, 10)]
     plain, limited = per_token(), per_token(ttft_s=1e-4)
-    assert window_of(plain, jobs, 40_000, first_ns, arrived) == 260 - 31
-    assert window_of(limited, jobs, 40_000, first_ns, arrived) == 80 - 31
-    assert window_of(plain, [], 40_000, {}, arrived) == 100 - 30, "no token is due: a step is"
+    assert window_of(plain, jobs, 40_000, first_ns, arrived) == 260 - 64
+    assert window_of(limited, jobs, 40_000, first_ns, arrived) == 80 - 64
+    assert window_of(plain, [], 40_000, {}, arrived) == 100 - 64, "no token is due: a step is"
+
+
+def test_behind_a_first_token_the_second_is_due() -> None:
+    arrived, jobs = [Job(2, 20_000, 30, 30)], [decoding(0, 10)]
+    assert window_of(per_token(), jobs, 40_000, {0: 0}, arrived) == 100 - 31
 
 
 def test_steps_in_flight_come_before_it() -> None:
@@ -319,7 +324,7 @@ def test_every_token_is_in_time_where_serving_alone_is(more: float, depth: int) 
     assert not any(overdue_tokens(recorder, slo_s))
     assert max(ns for ns, serves, _ in step_ns(recorder).values() if serves) > 0.9 * slo_s * 1e9
     stepwise, _ = run(within(slo_s), work, on=NO_HOST, depth=depth)
-    assert rate(recorder) > rate(stepwise)
+    assert rate(recorder) > (1.0 if more < 2 else 0.99) * rate(stepwise), "little is to be gained"
 
 
 def test_finetuning_without_limits_makes_tokens_late() -> None:
