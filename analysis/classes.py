@@ -1,4 +1,4 @@
-"""Requests by SLO class: limits, attainment and latencies."""
+"""Requests by SLO class and by tenant: limits, attainment, latencies and service."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.columns import Block, Mask, Named
-from analysis.metric_names import OF, SLO_KEYS
+from analysis.metric_names import FOR, OF, SLO_KEYS
+from analysis.run import RunFacts
 
 CUTS = {"p50": 50, "p99": 99}
 
@@ -61,17 +62,45 @@ def class_figures(rows: Block) -> dict[str, float | int]:
     """The number of requests of each named class, and its latencies in seconds."""
     out: dict[str, float | int] = {}
     for name, is_own in _classes(rows["slo"]):
-        out[f"num_requests{OF}{name}"] = int(is_own.sum())
-        for latency_s in SLO_KEYS:
-            values: NDArray[np.float64] = rows[latency_s][is_own]
-            values = values[~np.isnan(values)]
-            if len(values):
-                out[f"mean_{latency_s}{OF}{name}"] = float(values.mean())
-                cuts = {stat: float(np.percentile(values, cut)) for stat, cut in CUTS.items()}
-                out |= {f"{stat}_{latency_s}{OF}{name}": value for stat, value in cuts.items()}
+        out |= _figures(rows, is_own, f"{OF}{name}")
+    return out
+
+
+def tenant_figures(rows: Block) -> dict[str, float | int]:
+    """The requests of each named tenant, their tokens, and their latencies in seconds."""
+    out: dict[str, float | int] = {}
+    for name, is_own in _classes(rows["tenant"]):
+        out |= _figures(rows, is_own, f"{FOR}{name}")
+        for tokens in ("prompt_tokens", "output_tokens"):
+            out[f"{tokens}{FOR}{name}"] = int(rows[tokens][is_own].sum())
+    return out
+
+
+def service_figures(run: RunFacts) -> dict[str, float | int]:
+    """What each named tenant was charged, and its tokens of training; empty where none was."""
+    if not run.rows("service"):
+        return {}
+    names = {"charged": "charged", "forward_tokens": "finetune_tokens"}
+    rows, out = run.columns("service", ("tenant", *names)), dict[str, float | int]()
+    for tenant, is_own in _classes(rows["tenant"]):
+        for column, name in names.items():
+            out[f"{name}{FOR}{tenant}"] = float(rows[column][is_own].sum())
+    return out
+
+
+def _figures(rows: Block, is_own: Mask, suffix: str) -> dict[str, float | int]:
+    """The number of some requests, and their latencies in seconds."""
+    out: dict[str, float | int] = {f"num_requests{suffix}": int(is_own.sum())}
+    for latency_s in SLO_KEYS:
+        values: NDArray[np.float64] = rows[latency_s][is_own]
+        values = values[~np.isnan(values)]
+        if len(values):
+            out[f"mean_{latency_s}{suffix}"] = float(values.mean())
+            cuts = {stat: float(np.percentile(values, cut)) for stat, cut in CUTS.items()}
+            out |= {f"{stat}_{latency_s}{suffix}": value for stat, value in cuts.items()}
     return out
 
 
 def _classes(named: Named) -> list[tuple[str, Mask]]:
-    """The classes that requests name, sorted, and whose requests are theirs."""
+    """The classes or tenants that requests name, sorted, and whose requests are theirs."""
     return [(name, named.is_(name)) for name in sorted({*named.names} - {""})]

@@ -208,6 +208,12 @@ def count_of(path: Path) -> int:
     return int(pq.ParquetFile(path).metadata.num_rows)
 
 
+def names_of(path: Path) -> list[str]:
+    """The columns of a table's file."""
+    names: list[str] = pq.ParquetFile(path).schema_arrow.names
+    return names
+
+
 def known_max(block: Mapping[str, Any], name: str) -> float:
     """The largest number of a column; NaN where none is known."""
     known = block[name][~np.isnan(block[name])]

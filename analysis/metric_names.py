@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
 OF = "_of_"  # before the class, in the names of figures
+FOR = "_for_"  # before the tenant
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "norm_latency")
 THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
@@ -42,6 +43,13 @@ def classes_in(names: Iterable[object]) -> list[str]:
     """The classes that appear in names of figures."""
     head = f"num_requests{OF}"
     return [name.removeprefix(head) for name in map(str, names) if name.startswith(head)]
+
+
+def tenants_in(names: Iterable[object]) -> list[str]:
+    """The tenants that appear in names of figures."""
+    heads = (f"num_requests{FOR}", f"charged{FOR}")
+    found = [(name, head) for name in map(str, names) for head in heads if name.startswith(head)]
+    return sorted({name.removeprefix(head) for name, head in found})
 
 
 def shares_in(metrics: Mapping[str, float | int | str]) -> dict[str, float]:

@@ -12,7 +12,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.classes import Slo, attained, class_figures, has_limits, met
+from analysis.classes import (
+    Slo,
+    attained,
+    class_figures,
+    has_limits,
+    met,
+    service_figures,
+    tenant_figures,
+)
 from analysis.columns import Block, CountedNumbers, percentiles, sorted_by
 from analysis.metric_names import LATENCIES, PERCENTILES
 from analysis.replicas import imbalance, replica_rows
@@ -40,7 +48,8 @@ def latencies(run: RunFacts) -> Block:
     undefined for one token or none. e2e_s: finish - arrival. norm_latency_s: e2e / output tokens.
     queue_s: first issue - arrival. Only finished requests have latencies, as in vLLM.
     """
-    rows = sorted_by(run.columns("requests", READ), "request_id")
+    names = [*READ, "tenant"] if run.keeps("requests", "tenant") else READ
+    rows = sorted_by(run.columns("requests", names), "request_id")
     done = rows["status"].is_("finished")
     arrival, finish = rows["arrival_ns"], np.where(done, rows["finish_ns"], np.nan)
     first, tokens = np.where(done, rows["first_token_ns"], np.nan), rows["output_tokens"]
@@ -219,6 +228,7 @@ def summary(run: RunFacts, slo: Slo | None = None) -> dict[str, float | int | st
         out |= _served(run, slo, times) | kv_usage(uses)
         if times is not None:
             out |= imbalance(replica_rows(run, uses, times.lane_shares))
+    out |= service_figures(run)
     if run.rows("training"):
         from analysis.training import training_summary
 
@@ -249,6 +259,7 @@ def _served(run: RunFacts, slo: Slo | None, times: LaneTimes | None) -> dict[str
     if slo and has_limits(slo):
         out |= goodput(run, slo)
     out |= class_figures(rows)
+    out |= tenant_figures(rows) if "tenant" in rows else {}
     values = _request_samples(rows)
     for name in LATENCIES:
         if name == "itl":

@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from analysis.columns import Block, block_of, block_of_frame, blocks_of_file, count_of, joined
+from analysis.columns import (
+    Block,
+    block_of,
+    block_of_frame,
+    blocks_of_file,
+    count_of,
+    joined,
+    names_of,
+)
 from analysis.yaml_text import yaml_value
 from engine.results.schema import (
     OPTIONAL,
+    OPTIONAL_COLUMNS,
     SCHEMA_VERSION,
     TABLES,
     of_version_4,
@@ -39,6 +48,10 @@ class RunFacts(ABC):
     @abstractmethod
     def has(self, table: str) -> bool:
         """Whether the run has kept a table."""
+
+    @abstractmethod
+    def keeps(self, table: str, column: str) -> bool:
+        """Whether the run has kept a column that a table may lack, and rows of it."""
 
     @abstractmethod
     def rows(self, table: str) -> int:
@@ -86,10 +99,15 @@ class Run(RunFacts):
     plans: pd.DataFrame
     training: pd.DataFrame
     samples: pd.DataFrame | None = None  # of finetuning jobs
+    service: pd.DataFrame | None = None  # of tenants, where a scheduling goes by it
 
     def has(self, table: str) -> bool:
         """Whether the run has kept a table: all of them but those that a run may lack."""
         return getattr(self, table) is not None if table in OPTIONAL else table in TABLES
+
+    def keeps(self, table: str, column: str) -> bool:
+        """Whether a table has a column and rows."""
+        return self.rows(table) > 0 and column in getattr(self, table)
 
     def rows(self, table: str) -> int:
         """Rows of a table; of one that it lacks, none."""
@@ -111,6 +129,10 @@ class RunFiles(RunFacts):
     def has(self, table: str) -> bool:
         """Whether the run has kept a table."""
         return self._path(table).is_file()
+
+    def keeps(self, table: str, column: str) -> bool:
+        """Whether a table has a column and rows."""
+        return self.rows(table) > 0 and column in names_of(self._path(table))
 
     def rows(self, table: str) -> int:
         """Rows of a table; of one that was not kept, none."""
@@ -254,6 +276,8 @@ def _table(folder: Path, name: str, schema: pa.Schema) -> pd.DataFrame:
             f"{path} has schema version {version}, this Tandem reads {SCHEMA_VERSION}: "
             "run it again, or read it with the Tandem that wrote it"
         )
+    more = [field for field in OPTIONAL_COLUMNS.get(name, ()) if field.name in table.column_names]
+    schema = pa.schema([*schema, *more])
     for field in schema:
         if field.name not in table.schema.names:
             raise ValueError(f"{path} lacks column {field.name}: written by another version")

@@ -93,6 +93,7 @@ def inspect_trace(path: str | Path) -> dict[str, Any]:
         "prompt_tokens": spread([r.prompt_tokens for r in requests]),
         "output_tokens": spread([r.output_tokens for r in requests]),
         "slo_classes": dict(Counter(r.slo for r in requests if r.slo)),
+        "tenants": dict(Counter(r.tenant for r in requests if r.tenant)),
         "has_prompt_ids": all(r.prompt_ids is not None for r in requests),
         "has_prefix_ids": all(r.prefix_ids is not None for r in requests),
         "last_arrival_s": max(arrivals_ns, default=0) / 1e9,

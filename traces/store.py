@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from traces.files import absent, naming
 from traces.serving.request import Request
 from traces.tables import read_table
 
-SCHEMA_VERSION = 2  # 2: prefix_ids, prefix_block_tokens
+SCHEMA_VERSION = 3  # 2: prefix_ids, prefix_block_tokens; 3: tenant, adapter
+READ_VERSIONS = (2, 3)
 COLUMNS = {
     "request_id": "int64",
     "session": "int64",
@@ -27,7 +28,10 @@ COLUMNS = {
     "prompt_ids": "list<int32>",
     "prefix_ids": "list<int64>",
     "prefix_block_tokens": "int32",
+    "tenant": "string",
+    "adapter": "string",
 }
+OF_VERSION_3 = ("tenant", "adapter")  # empty in a file of version 2
 NULLABLE = ("session", "prompt_ids", "prefix_ids")
 LISTS = ("prompt_ids", "prefix_ids")
 
@@ -126,7 +130,7 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{beside}: not JSON ({error}); import the source again") from error
     version = sidecar.get("schema_version") if isinstance(sidecar, dict) else None
-    if version != SCHEMA_VERSION:
+    if version not in READ_VERSIONS:
         raise ValueError(
             f"{beside}: schema version {version}, this Tandem reads {SCHEMA_VERSION}; import again"
         )
@@ -142,9 +146,10 @@ def read_trace(path: str | Path) -> list[Request]:
     trace of requests as it was written.
     """
     path = Path(path)
-    if "documents" in read_sidecar(path):
+    if "documents" in (sidecar := read_sidecar(path)):
         raise ValueError(f"{path}: it holds text to train on, no requests; see training=text")
-    table = checked_table(path, _schema())
+    lacks = OF_VERSION_3 if sidecar["schema_version"] == 2 else ()
+    table = checked_table(path, _schema(lacks))
     requests = [_request(path, row) for row in table.to_pylist()]
     _check_ids(path, requests)
     return requests
@@ -185,13 +190,15 @@ def _check_ids(path: Path, requests: Sequence[Request]) -> None:
         first[request.request_id] = row
 
 
-def _schema() -> Any:
+def _schema(lacks: Collection[str] = ()) -> Any:
+    """The columns of a trace, but for those that a file of an earlier version lacks."""
     import pyarrow as pa
 
     types = {"list<int32>": pa.list_(pa.int32()), "list<int64>": pa.list_(pa.int64())}
     return pa.schema(
         pa.field(name, types.get(kind) or pa.type_for_alias(kind), nullable=name in NULLABLE)
         for name, kind in COLUMNS.items()
+        if name not in lacks
     )
 
 

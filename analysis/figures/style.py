@@ -27,6 +27,7 @@ COLORS = {
     "orca": "#CC79A7",
     "deadline_restart": "#8E44AD",
     "shortest_restart": "#222222",
+    "vtc_restart": "#F000F0",
     "recorded": "#B5B5B5",
     # of training: seldom in one figure with the policies above
     "train_on_device": "#4D4D4D",
@@ -40,6 +41,8 @@ COLORS = {
     "time_shared": "#D6604D",
     "coserve": "#90C000",
     "coserve_slo": "#F00078",
+    "coserve_vtc": "#700030",
+    "llm_station": "#00E000",
     "temporal": "#0000F0",
     "elastic": "#00A0C8",
     "temporal_limited": "#E000E0",

@@ -11,6 +11,7 @@ from analysis import verdicts
 from analysis.compare import Comparison
 from analysis.distance import drift
 from analysis.metric_names import (
+    FOR,
     LATENCIES,
     MEASUREMENT,
     OF,
@@ -18,6 +19,7 @@ from analysis.metric_names import (
     PREDICTION,
     THROUGHPUTS,
     classes_in,
+    tenants_in,
 )
 from analysis.metrics import samples, statistics
 from analysis.pages.cells import KEPT, Cell, HtmlTable, amount_cell, amount_cells, kept_cell
@@ -48,6 +50,29 @@ def class_cells(metrics: Mapping[str, Any], name: str) -> list[Cell]:
     cells += [kept_cell(metric, value) for metric, value in kept.items()]
     known = (f"{stat}_{latency}_s{OF}{name}" for latency, stat in CLASS_LATENCIES)
     return cells + [amount_cell(metrics.get(key, unknown), "s") for key in known]
+
+
+TENANT_COUNTS = {  # columns of the table of tenants, by the figures in them
+    "num_requests": "requests",
+    "prompt_tokens": "prompt tokens",
+    "output_tokens": "output tokens",
+    "finetune_tokens": "tokens finetuned",
+    "charged": "charged",
+}
+TENANT_NOTE = "Charged: the weighted sum of the tokens that a fair scheduling goes by."
+
+
+def tenant_table(metrics: Mapping[str, Any]) -> HtmlTable:
+    """A row per tenant of a run's metrics; without rows for a run without tenants."""
+    unknown, rows = float("nan"), list[list[Cell]]()
+    for name in tenants_in(metrics):
+        counts = [metrics.get(f"{figure}{FOR}{name}") for figure in TENANT_COUNTS]
+        cells = [Cell(name)]
+        cells += [Cell("n/a" if n is None else f"{n:,.0f}", n) for n in counts]
+        known = [f"{stat}_{latency}_s{FOR}{name}" for latency, stat in CLASS_LATENCIES]
+        rows.append([*cells, *[amount_cell(metrics.get(key, unknown), "s") for key in known]])
+    cuts = [f"{stat} {latency.upper()}" for latency, stat in CLASS_LATENCIES]
+    return HtmlTable("Tenants", TENANT_NOTE, ["tenant", *TENANT_COUNTS.values(), *cuts], rows)
 
 
 RUNS = (PREDICTION, MEASUREMENT)
@@ -97,6 +122,7 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ht
         HtmlTable("Latencies", "", ["metric", "mean", *(f"p{q}" for q in PERCENTILES)], rows),
         HtmlTable("Throughput and counts", "", ["metric", "value"], figures),
         class_table(metrics),
+        tenant_table(metrics),
         HtmlTable("Memory", HELD, ["what", *STATS], held),
         _workspace(metrics),
         _replicas({"": run}),

@@ -355,6 +355,7 @@ class Job:
         prompt_tokens: tokens of the prompt.
         recorded_tokens: a gapless prefix of the tokens, whose activations are kept.
         slo: the name of the request's service level.
+        tenant: the name of the tenant whose job it is; "" without one.
         session: the session that it is a turn of; None without one.
         turn: the number of the turn in its session.
         prefix_ids: names of the blocks that the prompt begins with (see Request).
@@ -374,6 +375,7 @@ class Job:
         "recorded_tokens",
         "session",
         "slo",
+        "tenant",
         "training",
         "turn",
     )
@@ -382,6 +384,7 @@ class Job:
     prompt_tokens: int
     recorded_tokens: int
     slo: str
+    tenant: str
     session: int | None
     turn: int
     prefix_ids: tuple[int, ...]
@@ -401,6 +404,7 @@ class Job:
         recorded_tokens: int = 0,
         *,
         slo: str = "",
+        tenant: str = "",
         session: int | None = None,
         turn: int = 0,
         prefix_ids: tuple[int, ...] = (),
@@ -411,6 +415,7 @@ class Job:
         object.__setattr__(self, "prompt_tokens", prompt_tokens)
         object.__setattr__(self, "recorded_tokens", recorded_tokens)
         object.__setattr__(self, "slo", slo)
+        object.__setattr__(self, "tenant", tenant)
         object.__setattr__(self, "session", session)
         object.__setattr__(self, "turn", turn)
         object.__setattr__(self, "prefix_ids", prefix_ids)
@@ -453,6 +458,7 @@ class Job:
             request.prompt_tokens,
             request.prompt_tokens,
             slo=request.slo,
+            tenant=request.tenant,
             session=request.session,
             turn=request.turn,
             prefix_ids=request.prefix_ids or (),
@@ -469,7 +475,8 @@ class Job:
         Returns:
             A job without tokens of its own; `training` has its progress.
         """
-        return cls(training.spec.job_id, arrival_ns, training=training)
+        spec = training.spec
+        return cls(spec.job_id, arrival_ns, tenant=spec.tenant, training=training)
 
     @property
     def known_tokens(self) -> int:

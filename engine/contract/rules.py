@@ -173,7 +173,7 @@ WRITES = (
 )
 # Modules whose frames lie between a write and its refusal.
 PYTHON = str(Path(os.__file__).parent)
-CALLED = "engine.contract.policy"  # its frames lie between a user's line and a message on it
+CALLED = "engine.contract.traits"  # its frames lie between a user's line and a message on it
 OURS = ("engine", "policies")  # packages whose lines a user cannot mend
 GUARDS = (
     "engine.contract.rules",

@@ -221,6 +221,40 @@ class Reads(Protocol):
         """
 
 
+def untold(job: Job) -> int | None:
+    """The first token's time where a view does not tell it.
+
+    Args:
+        job: any job.
+
+    Returns:
+        None.
+    """
+    return None
+
+
+class ServiceWeights(NamedTuple):
+    """What a token adds to the service of its tenant (`View.service`): a virtual token counter.
+
+    The defaults of serving are those of Sheng et al. (OSDI 2024, section 5): an output token costs
+    twice an input token. Those of finetuning count products: the forward of a token takes as many
+    as its prefill, and the way back of adapters' gradients as many again.
+
+    Attributes:
+        prefill: of a prompt token that is computed; one that is found in kept pages costs nothing,
+            and one that a restart computes again costs again.
+        decode: of a token that a decode computes. The first token of an answer comes with its
+            prompt.
+        forward: of a token of training that goes forward through all units.
+        backward: of a token of training that goes back through all units that a gradient passes.
+    """
+
+    prefill: float = 1.0
+    decode: float = 2.0
+    forward: float = 1.0
+    backward: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The state of the engine at one question, for one device.
@@ -250,6 +284,10 @@ class View:
         kept_pages: begins a dry run on the device's pages; None without prefix caching.
         running: the decodes of the plan before; None where that plan lacks a job in service.
         reads: notes what the scheduling reads; None where that is not needed.
+        service: per tenant, the tokens that its jobs were charged on the device, as issued, and
+            what lifted it when it came back; None where no scheduling has `Traits.service`.
+        first_token_ns: when the client got a request's first token; None before that. It is a
+            measured moment where durations are, so that it differs between runs on other clocks.
     """
 
     now_ns: int
@@ -272,6 +310,8 @@ class View:
     kept_pages: Callable[[], KeptPages] | None = None
     running: RunningDecodes | None = None
     reads: Reads | None = None
+    service: Mapping[str, float] | None = None
+    first_token_ns: Callable[[Job], int | None] = untold
 
     def __repr__(self) -> str:
         return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"

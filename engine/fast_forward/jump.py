@@ -286,7 +286,10 @@ class Jump:
     def _is_alone(self) -> bool:
         """Whether an arrival reads and wakes nothing while a run lasts."""
         state = self._state
-        return state.depth == 1 and state.fleet is None and self._serves_only()
+        reads_service = state.jobs.service is not None  # an arrival may lift its tenant
+        return (
+            not reads_service and state.depth == 1 and state.fleet is None and self._serves_only()
+        )
 
     def _is_calm(self) -> bool:
         """Whether no memory is coming back, no wake-up is set, and all ends are those of runs.

@@ -186,6 +186,7 @@ class SeenJob(Job):
             job.arrival_ns,
             job.prompt_tokens,
             slo=job.slo,
+            tenant=job.tenant,
             session=job.session,
             turn=job.turn,
             prefix_ids=job.prefix_ids,
@@ -272,6 +273,8 @@ class SeenView(View):
         profile: Profile = _noted("profile")
         cost: Cost | None = _noted("cost")
         kept_pages: Callable[[], KeptPages] | None = _noted("kept_pages")
+        service: Mapping[str, float] | None = _noted("service")
+        first_token_ns: Callable[[Job], int | None] = _noted("first_token_ns")
 
     @classmethod
     def of(cls, view: View, reads: SeenReads) -> SeenView:

@@ -29,7 +29,13 @@ from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
 
-ANSWERS = ("profile", "cost", "kept_pages", "reads")  # functions: they hold nothing to write to
+ANSWERS = (
+    "profile",
+    "cost",
+    "kept_pages",
+    "reads",
+    "first_token_ns",
+)  # functions: they hold nothing to write to
 SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
 TOKENS = ("known_tokens", "computed_tokens")
 SLOTS = getattr(Job, "__slots__", None) or Job.__mypyc_attrs__  # type: ignore[attr-defined]

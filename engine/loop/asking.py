@@ -280,6 +280,8 @@ class Asking:
             None if self._prefix is None else self._prefix.dry_run(device),
             self._reuse.running(),
             self._reuse.reads(),
+            None if jobs.service is None else jobs.service.shown(device),
+            state.recorder.first_token_ns,
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:

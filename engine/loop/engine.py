@@ -26,6 +26,7 @@ from engine.loop.asking import Asking, LoopParts, PlanReuse
 from engine.loop.completions import Completions, DeferredFrees, check_end, check_requests
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.profile import EngineProfile
+from engine.loop.service import Service
 from engine.loop.state import (
     EngineState,
     InFlight,
@@ -129,6 +130,7 @@ class Engine(Lifecycle):
         traits, recorder = traits_of(policy), recorder or Recorder()
         recorder.predicted_bytes = executor.peak_bytes
         recorder.predicted_peaks = executor.served_peaks
+        recorder.keeps_service = traits.service is not None
         shown = (layout or Layout()).shown()
         chains: dict[int, Chain] | None = {} if traits.prefix_caching else None
         ledger = Ledger(capacity_bytes, page, shown.places, journal, chains)
@@ -147,7 +149,7 @@ class Engine(Lifecycle):
             executor.store,
             ledger,
             None if router is None else RoutedFleet(devices, router),
-            JobLists(),
+            JobLists(traits.service and Service(traits.service, devices, router is not None)),
             InFlight(devices),
             EngineProfile(None if cost is None else cost.launch_ns),
             Wakeup(env, self._changed),
@@ -236,6 +238,8 @@ class Engine(Lifecycle):
         with few_collections():
             state.env.run(state.env.process(self._serve()))
         recorder, ledger = state.recorder, state.ledger
+        if state.jobs.service is not None:
+            recorder.service = state.jobs.service.rows()
         training = [(i, recorder.steps_of(i.job_id)) for i in items if isinstance(i, TrainingJob)]
         outcomes, held = recorder.outcomes.values(), ledger.held_bytes
         check_end(outcomes, training, held, state.layout.places, ledger.ended, state.forced)
@@ -351,8 +355,8 @@ class Engine(Lifecycle):
         state = self.state
         booked = state.ledger.book(plan, 0 if moves is None else moves.num_held)
         for job in plan.restart:
-            restart(job)
             state.jobs.wait_again(job)
+            restart(job)
         for job in plan.refuse:
             self._admission.refuse(job, self._arrivals.release_turn)
         if self._issuing.prefix is not None:

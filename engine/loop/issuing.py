@@ -172,6 +172,8 @@ class Issuing:
         assert training is not None
         state.profile.issued(op, job.job_id, beside)
         state.recorder.begun(job.job_id, training.step, state.now_ns)
+        if state.jobs.service is not None and not op.again:
+            state.jobs.service.of(job).trains(piece)
         if not op.again and advance_training(piece):
             state.profile.completed_step(job.job_id)
             self._completions.step_with(op, job, training.step - 1)

@@ -30,6 +30,7 @@ from engine.contract.regions import Kind, PageSize
 from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, made_at
 from engine.contract.view import Cost
 from engine.loop.profile import EngineProfile
+from engine.loop.service import Service
 from engine.memory.ledger import Ledger
 from engine.results.recorder import Recorder
 
@@ -195,10 +196,12 @@ NAMED = 8  # jobs of a list that a message names
 class JobLists(Jobs):
     """Waiting, serving and training jobs, in their order; each job is in one list or has left.
 
-    Policies are shown these very lists, so only this class can write to them.
+    Policies are shown these very lists, so only this class can write to them. `service` is told of
+    each change; None where no scheduling goes by it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, service: Service | None = None) -> None:
+        self.service = service
         self.waiting: list[Job] = ReadOnlyList()
         self.serving: list[Job] = ReadOnlyList()
         self.training: list[Job] = ReadOnlyList()
@@ -228,24 +231,32 @@ class JobLists(Jobs):
         """A job has arrived: it waits behind all other waiting jobs."""
         self.jobs[job.job_id] = job
         list.append(self.waiting, job)
+        if self.service is not None:
+            self.service.of(job).waits(job)
 
     def start(self, job: Job) -> None:
         """Moves a job from waiting into service or training."""
         self._started.add(job.job_id)
         list.remove(self.waiting, job)
         list.append(self.serving if job.training is None else self.training, job)
+        if self.service is not None:
+            self.service.of(job).begins(job)
 
     def wait_again(self, job: Job) -> None:
-        """Moves a job from service back to the head of the waiting jobs."""
+        """Moves a job from service back to the head of the waiting jobs, before it restarts."""
         if job in self.serving:
             list.remove(self.serving, job)
             list.insert(self.waiting, 0, job)
             self._started.discard(job.job_id)
+            if self.service is not None:
+                self.service.of(job).waits(job)
 
     def leave(self, job: Job) -> None:
         """Takes a job out of service or training."""
         del self.jobs[job.job_id]
         list.remove(self.serving if job.training is None else self.training, job)
+        if self.service is not None:
+            self.service.of(job).leaves(job)
 
     def refuse(self, job: Job) -> None:
         """Takes a job out of the list that it is in."""
@@ -253,6 +264,8 @@ class JobLists(Jobs):
         for jobs in (self.waiting, self.serving, self.training):
             if job in jobs:
                 list.remove(jobs, job)
+        if self.service is not None:
+            self.service.of(job).leaves(job)
 
 
 def _some(jobs: list[Job]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,8 +18,10 @@ from engine.contract.regions import Kind, Tier, Work
 from engine.results.schema import (
     OPTIONAL,
     TABLES,
+    TENANT,
     Figures,
     TableFile,
+    column,
     files_of,
     marked,
     values_of,
@@ -171,7 +173,11 @@ class Recorder:
     """
 
     def __init__(
-        self, meter: Meter | None = None, keeps_steps: bool = True, finetunes: bool = False
+        self,
+        meter: Meter | None = None,
+        keeps_steps: bool = True,
+        finetunes: bool = False,
+        names_tenants: bool = False,
     ) -> None:
         """A recorder without facts.
 
@@ -179,12 +185,15 @@ class Recorder:
             meter: reads a machine's memory at every settle.
             keeps_steps: whether steps, memory and plans are kept; else requests and training alone.
             finetunes: whether samples are kept.
+            names_tenants: whether requests are kept with their tenants.
         """
         self.outcomes: dict[int, Outcome] = {}
         self._facts = Facts([], [], [], [])
         self._keeps_steps = keeps_steps
         self._trained: list[TrainedRow] = []
-        self._finetunes = finetunes
+        self._finetunes, self._names_tenants = finetunes, names_tenants
+        self.keeps_service = False  # by tenant; the engine says so
+        self.service: Sequence[tuple[int, Sequence[object]]] = ()  # per device, in the end
         self._units: dict[int, int] = {}  # by finetuning job: units that a sample goes back over
         self._samples: dict[tuple[int, int], SampleOutcome] = {}  # by job and microbatch
         self._begun: dict[tuple[int, int], int] = {}  # training job and step -> first issue
@@ -233,6 +242,11 @@ class Recorder:
         return [row[3] for row in self.steps]
 
     # ---- requests
+    def first_token_ns(self, job: Job) -> int | None:
+        """When the first token of a job was delivered; None before that."""
+        outcome = self.outcomes.get(job.job_id)
+        return None if outcome is None else outcome.first_token_ns
+
     def arrived(self, request: Request, now_ns: int, device: int | None = 0) -> None:
         self.outcomes[request.request_id] = Outcome(request, now_ns, device)
 
@@ -395,10 +409,24 @@ class Recorder:
         """
         facts = self._facts.tables(self.predicted_bytes, self.predicted_peaks)
         outcomes = [outcome for _, outcome in sorted(self.outcomes.items())]
-        found = {"requests": requests_table(outcomes, outputs)}
+        found = {"requests": self._requests(outcomes, outputs)}
         found |= facts if self._keeps_steps else {}
-        found |= {"training": self._training(loss_of)}
-        return found | ({"samples": self._sample_table(loss_of)} if self._finetunes else {})
+        return found | self._last(loss_of)
+
+    def _requests(self, outcomes: Sequence[Outcome], outputs: Outputs | None) -> pa.Table:
+        table = requests_table(outcomes, outputs)
+        if not self._names_tenants:
+            return table
+        tenants = [outcome.request.tenant for outcome in outcomes]
+        return table.append_column(TENANT, column(tenants, TENANT.type))
+
+    def _last(self, loss_of: LossOf | None) -> dict[str, pa.Table]:
+        """The tables that are written at the end."""
+        found = {"training": self._training(loss_of)}
+        found |= {"samples": self._sample_table(loss_of)} if self._finetunes else {}
+        if self.keeps_service:
+            found["service"] = table_of("service", [(at, *row) for at, row in self.service])
+        return found
 
     def _sample_table(self, loss_of: LossOf | None) -> pa.Table:
         rows = list[tuple[object, ...]]()
@@ -425,9 +453,13 @@ class Recorder:
     @property
     def schemas(self) -> dict[str, pa.Schema]:
         """Of the tables that are kept, by name."""
+        kept = {"samples": self._finetunes, "service": self.keeps_service}
         names = [name for name in TABLES if self._keeps_steps or name not in ORDER]
-        names = [name for name in names if self._finetunes or name not in OPTIONAL]
-        return {name: marked(TABLES[name]) for name in names}
+        names = [name for name in names if name not in OPTIONAL or kept[name]]
+        found = {name: marked(TABLES[name]) for name in names}
+        if self._names_tenants:
+            found["requests"] = found["requests"].append(TENANT)
+        return found
 
     # ---- files
     def stream(self, files: Mapping[str, TableFile], request_ids: Iterable[int]) -> None:
@@ -437,7 +469,7 @@ class Recorder:
             files: of all `schemas`.
             request_ids: the requests that will come; those that are not told here are written last.
         """
-        self._stream = RowStream(files, sorted(request_ids))
+        self._stream = RowStream(files, sorted(request_ids), self._requests)
 
     def _count(self, steps: int, now_ns: int) -> None:
         """So many more steps are issued, all facts before which are known."""
@@ -470,10 +502,7 @@ class Recorder:
         assert self._stream is not None, "rows have files to go to"
         if self._keeps_steps:
             self._write_facts(self._facts.runs, [], NEVER)
-        last = {"training": self._training(loss_of)}
-        if self._finetunes:
-            last["samples"] = self._sample_table(loss_of)
-        self._stream.finish(self.outcomes, outputs, last)
+        self._stream.finish(self.outcomes, outputs, self._last(loss_of))
 
 
 NEVER = (1 << 63) - 1
@@ -487,8 +516,14 @@ def _last_ns(run: ManySteps) -> int:
 class RowStream:
     """Rows on their way into the files of a run, each once no row before it can come."""
 
-    def __init__(self, files: Mapping[str, TableFile], request_ids: list[int]) -> None:
-        self._files, self._ids = files, request_ids
+    def __init__(
+        self,
+        files: Mapping[str, TableFile],
+        request_ids: list[int],
+        requests: Callable[[Sequence[Outcome], Outputs | None], pa.Table],
+    ) -> None:
+        """`requests` makes a table of requests."""
+        self._files, self._ids, self._requests = files, request_ids, requests
         self._written = 0  # of these requests
         self._flushes = 0
         self._waiting: dict[str, pa.Table] = {}
@@ -534,6 +569,6 @@ class RowStream:
     def _add_requests(self, outcomes: list[Outcome], outputs: Outputs | None) -> None:
         for begin in range(0, len(outcomes), REQUESTS):
             part = outcomes[begin : begin + REQUESTS]
-            self._files["requests"].add(requests_table(part, outputs))
+            self._files["requests"].add(self._requests(part, outputs))
         for outcome in outcomes:
             outcome.written_tokens, outcome.stretches = outcome.tokens, []

@@ -167,7 +167,23 @@ SAMPLES = pa.schema(
         ("loss", F64),  # null in a simulation, and of an unfinished one
     ]
 )
-OPTIONAL = ("samples",)  # tables that a run may lack
+
+# One row per tenant and device: what its jobs were charged. Kept where a scheduling goes by it.
+SERVICE = pa.schema(
+    [
+        ("device", I32),
+        ("tenant", TEXT),
+        ("prefill_tokens", I64),  # computed, restarts included
+        ("decode_tokens", I64),
+        ("forward_tokens", F64),  # of training, through all units
+        ("backward_tokens", F64),  # of training, through all units that gradients pass
+        ("charged", F64),  # the weighted sum of these
+        ("lifted", F64),  # added where the tenant came back to a queue
+    ]
+)
+OPTIONAL = ("samples", "service")  # tables that a run may lack
+TENANT = pa.field("tenant", TEXT)  # last column of requests, where requests or jobs name tenants
+OPTIONAL_COLUMNS = {"requests": (TENANT,)}
 
 TABLES = {
     "requests": REQUESTS,
@@ -176,6 +192,7 @@ TABLES = {
     "plans": PLANS,
     "training": TRAINING,
     "samples": SAMPLES,
+    "service": SERVICE,
 }
 
 

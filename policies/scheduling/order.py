@@ -42,7 +42,7 @@ def fill(
     Returns:
         Slices of at most `token_budget` tokens together.
     """
-    if view.kept_pages is not None and view.waiting:
+    if view.waiting and view.kept_pages is not None:  # a read of kept pages is noted
         return _fill_behind(jobs, token_budget, view, view.kept_pages(), decodes)
     slices: list[Slice] = []
     token_budget -= len(decodes)

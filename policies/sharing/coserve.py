@@ -38,7 +38,8 @@ class CoServe:
     the sample under way. Once the sample is through, each step takes its backward some layers down,
     beside what it serves, until the next sample begins. One job finetunes at a time, first come
     first served; a job whose next sample is not there yet lets the next job on (FlexLLM, arXiv
-    2402.18789; flexflow-serve, `prepare_next_fwd_batch`).
+    2402.18789; flexflow-serve, `prepare_next_fwd_batch`). Where the scheduling of requests counts
+    service by tenant, the next sample is one of the tenant with the smallest counter.
 
     Args:
         serving: scheduling of the requests.
@@ -80,11 +81,12 @@ class CoServe:
             step_tokens=serving.step_tokens and max(self.token_budget, serving.step_tokens),
             prompt_tokens=serving.prompt_tokens,
             max_jobs=serving.max_jobs,
+            service=serving.service,
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
-        job = first_with_work(training_jobs(view))
+        job = first_with_work(training_jobs(view), view.service)
         if job is None:
             return serves
         left = self.token_budget - sum([piece.tokens for piece in serves])
@@ -116,23 +118,39 @@ class CoServe:
         return tokens if tokens >= self.min_window else 0
 
 
-def first_with_work(jobs: Iterable[Job]) -> Job | None:
-    """The first finetuning job that can go on.
+def first_with_work(jobs: Iterable[Job], service: Mapping[str, float] | None = None) -> Job | None:
+    """The finetuning job that goes on.
 
     Args:
         jobs: jobs that train, in the order of their arrival.
+        service: the counters of tenants, see `View.service`; None: none are kept.
 
     Returns:
-        The first whose update is due, or whose next sample is there; None without one.
+        Of the jobs whose update is due, or whose next sample is there, the first one; None without
+        one. With counters it is the job that is at a sample, or has its update due, and else the
+        first of the tenant with the smallest counter: so one sample holds memory at a time.
     """
-    for job in jobs:
-        training = job.training
-        if training is None or not training.spec.finetunes or training.is_complete:
-            continue
-        microbatch = training.sample
-        if microbatch is None or training.is_released(microbatch):
-            return job
-    return None
+    ready = [job for job in jobs if _has_work(job)]
+    if service is None or not ready:
+        return ready[0] if ready else None
+    return min(ready, key=lambda job: (not _has_begun(job), service.get(job.tenant, 0.0)))
+
+
+def _has_work(job: Job) -> bool:
+    """Whether the update of a finetuning job is due, or its next sample is there."""
+    training = job.training
+    if training is None or not training.spec.finetunes or training.is_complete:
+        return False
+    microbatch = training.sample
+    return microbatch is None or training.is_released(microbatch)
+
+
+def _has_begun(job: Job) -> bool:
+    """Whether a finetuning job is at a sample, or has its update due."""
+    training = job.training
+    assert training is not None
+    microbatch = training.sample
+    return microbatch is None or training.frontier(microbatch)[0][0] > 0
 
 
 def units_back(training: TrainingProgress, microbatch: int, most: int) -> range:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 from engine.contract.job import Job
-from engine.contract.plan import Compute, Slice
+from engine.contract.plan import COMPUTE_LANE, Compute, Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
 from engine.contract.view import Cost, Profile, View
@@ -31,18 +32,29 @@ class CoServeSlo:
     Quotes are corrected by what the newest launches took beside their quotes, so that a predictor
     that is wrong in the mean keeps the SLO as well.
 
+    With `kind="token"` no step has a limit of its own: token i of an answer, counted from 0, is due
+    `i * slo_s` after the client got the first one, and the first one `ttft_s` after its arrival. A
+    step may then last until the first of these moments, over all requests, less the margin; it
+    begins when the steps in flight end, by their quotes. A step with a first token lasts `slo_s` at
+    most, since the second one follows. A request that is late leaves nothing for finetuning. Where
+    no token has a limit, steps have theirs. The host's time is not quoted: the margin covers it.
+
     Args:
         serving: scheduling of the requests.
-        slo_s: seconds that a step may take.
-        margin: share of these that is left free.
+        slo_s: seconds that a step may take, or between two tokens of a request.
+        margin: share of the time to the limit that is left free.
         idle_s: seconds that a step may take which serves nothing; None: `slo_s`.
         token_budget: the most tokens of a launch, of requests and the window together.
         multiple: windows are multiples of so many tokens, but for the last of a sample.
         corrects: whether quotes are corrected by measurements.
         fused: whether the memory policy has a window join the launch that serves.
+        kind: `iteration`: each step is in time; `token`: each token is, counted from the first one
+            of its request.
+        ttft_s: with `token`, seconds from arrival to the first token; None: it is never due.
 
     Raises:
-        ValueError: a number is not above 0, or `margin` is not in [0, 1).
+        ValueError: a number is not above 0, `margin` is not in [0, 1), `kind` is unknown, or
+            `ttft_s` is given for steps.
     """
 
     serving: Scheduling
@@ -53,14 +65,20 @@ class CoServeSlo:
     multiple: int = 16
     corrects: bool = True
     fused: bool = True
+    kind: Literal["iteration", "token"] = "iteration"
+    ttft_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("slo_s", "idle_s", "token_budget", "multiple"):
+        for name in ("slo_s", "idle_s", "token_budget", "multiple", "ttft_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"co-serving: {name} is {value}, must be above 0 and finite")
         if not 0 <= self.margin < 1:
             raise ValueError(f"co-serving: margin is {self.margin}, must be in [0, 1)")
+        if self.kind not in ("iteration", "token"):
+            raise ValueError(f"co-serving: kind is {self.kind}, must be iteration or token")
+        if self.ttft_s is not None and self.kind != "token":
+            raise ValueError("co-serving: ttft_s is a limit of tokens: set kind=token, or leave it")
 
     @property
     def traits(self) -> Traits:
@@ -70,21 +88,28 @@ class CoServeSlo:
             step_tokens=serving.step_tokens and max(self.token_budget, serving.step_tokens),
             prompt_tokens=serving.prompt_tokens,
             max_jobs=serving.max_jobs,
+            service=serving.service,
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
-        job = first_with_work(training_jobs(view))
+        job = first_with_work(training_jobs(view), view.service)
         if job is None:
             return serves
         if view.cost is None:
             raise ValueError(
                 "co-serving within an SLO needs predicted durations; this run has none"
             )
-        return (*serves, *_Step(self, job, serves, view.cost, view.profile).slices())
+        limit_ns = self.limit_ns(bool(serves))
+        if serves and self.kind == "token":
+            left_ns = self._due_ns(view) - view.now_ns - self._in_flight_ns(view, view.cost)
+            if any([_begins_answer(piece) for piece in serves]):  # its second token is due then
+                left_ns = min(left_ns, self.slo_s * 1e9)
+            limit_ns = (1 - self.margin) * left_ns if left_ns < inf else limit_ns
+        return (*serves, *_Step(self, job, serves, view.cost, view.profile, limit_ns).slices())
 
     def limit_ns(self, serves: bool) -> float:
-        """How long a step may take.
+        """How long a step may take that no token bounds.
 
         Args:
             serves: whether it serves requests.
@@ -95,6 +120,64 @@ class CoServeSlo:
         if not serves and self.idle_s is not None:
             return self.idle_s * 1e9
         return (1 - self.margin) * self.slo_s * 1e9
+
+    def quoted_ns(self, cost: Cost, profile: Profile, slices: tuple[Slice, ...]) -> float:
+        """The quoted duration of a launch, corrected by how long others of its kind took.
+
+        Args:
+            cost: gives quotes.
+            profile: compares the newest launches with their quotes.
+            slices: of the launch.
+
+        Returns:
+            Nanoseconds.
+        """
+        quoted_ns, last = cost.op_ns(Compute(slices)), slices[-1]
+        if not self.corrects:
+            return quoted_ns
+        work = None if last.job.training is None else last.work
+        return quoted_ns * (profile.quote_ratio(work) or 1.0)
+
+    # ---- tokens that are due
+    def _due_ns(self, view: View) -> float:
+        """When the first token is due that no step has issued yet; inf where none is."""
+        jobs = (*view.serving, *view.waiting)
+        return min([self._token_due_ns(job, view) for job in jobs], default=inf)
+
+    def _token_due_ns(self, job: Job, view: View, ahead: int = 0) -> float:
+        """When the next token of a request is due, or one that is `ahead` of it."""
+        if job.training is not None:
+            return inf
+        if (tokens := job.generated_tokens + ahead) <= 0:
+            return inf if self.ttft_s is None else job.arrival_ns + self.ttft_s * 1e9
+        first_ns = view.first_token_ns(job)
+        if first_ns is None:  # in flight: it comes now at the earliest
+            first_ns = view.now_ns
+        return first_ns + tokens * self.slo_s * 1e9
+
+    def _in_flight_ns(self, view: View, cost: Cost) -> float:
+        """How long the launches in flight take, by quotes.
+
+        A window back has a quote only before its issue. Where one is in flight, the steps are taken
+        to last until the first of their own tokens is due.
+        """
+        launches = [op for op in view.in_flight if isinstance(op, Compute)]
+        launches = [op for op in launches if op.lane == (view.device, COMPUTE_LANE)]
+        ahead = [op for op in launches if op.slices[0].work is not Work.BACKWARD]
+        quoted_ns = 0.0
+        for op in ahead:
+            quoted_ns += self.quoted_ns(cost, view.profile, op.slices)
+        if len(ahead) == len(launches):
+            return quoted_ns
+        due_ns = min([self._token_due_ns(job, view, -1) for job in view.serving], default=inf)
+        most_ns = due_ns - view.now_ns if due_ns < inf else self.limit_ns(serves=True)
+        return max(quoted_ns, most_ns)
+
+
+def _begins_answer(piece: Slice) -> bool:
+    """Whether a slice of a request yields its first token."""
+    job = piece.job
+    return job.generated_tokens == 0 and piece.tokens == job.remaining_tokens
 
 
 class _Step:
@@ -107,10 +190,10 @@ class _Step:
         serves: tuple[Slice, ...],
         cost: Cost,
         profile: Profile,
+        limit_ns: float,
     ) -> None:
         self._settings, self._job, self._serves = settings, job, serves
-        self._cost, self._profile = cost, profile
-        self._limit_ns = settings.limit_ns(bool(serves))
+        self._cost, self._profile, self._limit_ns = cost, profile, limit_ns
 
     def slices(self) -> tuple[Slice, ...]:
         """The update that is due, and a window forward or back that there is time for."""
@@ -188,9 +271,5 @@ class _Step:
         return low * multiple
 
     def _ns(self, *slices: Slice) -> float:
-        """The quoted duration of a launch, corrected by how long others of its kind took."""
-        quoted_ns, last = self._cost.op_ns(Compute(slices)), slices[-1]
-        if not self._settings.corrects:
-            return quoted_ns
-        work = None if last.job.training is None else last.work
-        return quoted_ns * (self._profile.quote_ratio(work) or 1.0)
+        """The quoted duration of a launch, see CoServeSlo."""
+        return self._settings.quoted_ns(self._cost, self._profile, slices)

@@ -37,6 +37,7 @@ class Spatial:
             prompt_tokens=serving.prompt_tokens,
             max_jobs=serving.max_jobs,
             whole_samples=True,
+            service=serving.service,
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:

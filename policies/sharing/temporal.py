@@ -62,10 +62,11 @@ class Temporal:
             prompt_tokens=serving.prompt_tokens,
             max_jobs=serving.max_jobs,
             whole_samples=self.window_tokens is None,
+            service=serving.service,
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        job = first_with_work(training_jobs(view))
+        job = first_with_work(training_jobs(view), view.service)
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
         if job is None or (serves and not self._trains_now(view)):
             return serves

@@ -48,6 +48,7 @@ class TakeTurns:
             step_tokens=serving.step_tokens,
             prompt_tokens=serving.prompt_tokens,
             max_jobs=serving.max_jobs,
+            service=serving.service,
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:

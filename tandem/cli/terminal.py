@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from analysis.metric_names import (
+    FOR,
     OF,
     PARTS,
     PENDING,
@@ -20,6 +21,7 @@ from analysis.metric_names import (
     classes_in,
     percents,
     shares_in,
+    tenants_in,
 )
 from analysis.swept import HEADLINES, METRICS, best_points, number
 from engine.loop.engine import Engine
@@ -167,6 +169,7 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     if "slo_attainment" in metrics:
         lines.append(_kept(metrics))
     lines += [_class(metrics, name) for name in classes_in(metrics)]
+    lines += [_tenant(metrics, name) for name in tenants_in(metrics)]
     peak = metrics.get("peak_kv_usage")
     if peak is not None:
         lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
@@ -438,10 +441,29 @@ def _class(metrics: Mapping[str, Any], name: str) -> str:
     of = f"{OF}{name}"
     parts = [f"{metrics[f'num_requests{of}']} requests"]
     parts += [_kept(metrics, of)] if f"slo_attainment{of}" in metrics else []
+    return f"class {name}: {', '.join([*parts, *_cuts(metrics, of)])}"
+
+
+def _tenant(metrics: Mapping[str, Any], name: str) -> str:
+    """One tenant: its tokens, what it was charged for them, and its latencies."""
+    of, parts = f"{FOR}{name}", list[str]()
+    if (count := metrics.get(f"num_requests{of}")) is not None:
+        tokens = [metrics[f"{kind}_tokens{of}"] for kind in ("prompt", "output")]
+        parts.append(f"{count} requests, {tokens[0]:,} prompt and {tokens[1]:,} output tokens")
+    if trained := metrics.get(f"finetune_tokens{of}"):
+        parts.append(f"{trained:,.0f} tokens finetuned")
+    if f"charged{of}" in metrics:
+        parts.append(f"charged {metrics[f'charged{of}']:,.0f}")
+    return f"tenant {name}: {', '.join([*parts, *(_cuts(metrics, of) if count else ())])}"
+
+
+def _cuts(metrics: Mapping[str, Any], of: str) -> list[str]:
+    """Medians and 99th percentiles of the requests of a class or tenant."""
+    parts = list[str]()
     for latency in ("ttft", "tpot"):
         p50, p99 = (metrics.get(f"{stat}_{latency}_s{of}") for stat in ("p50", "p99"))
         parts.append(f"{latency} p50 {shown_seconds(p50)}, p99 {shown_seconds(p99)}")
-    return f"class {name}: {', '.join(parts)}"
+    return parts
 
 
 def _memory(provenance: Mapping[str, Any]) -> str:

@@ -245,7 +245,7 @@ def check_unused_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> No
     """Usage for the first key that no code reads, at the top and in nodes that build nothing.
 
     Also for a plain value in the place of a node. A node with a `_target_` is checked by what it
-    builds; budget, slo and trace are checked where they are read.
+    builds; budget, slo, tenants and trace are checked where they are read.
     """
     for name, default in settings().items():
         if isinstance(default, Mapping) and not isinstance(config.get(name, {}), Mapping):

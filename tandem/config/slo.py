@@ -1,4 +1,4 @@
-"""The config nodes `slo` and `decoding`: limits of classes, and how tokens are chosen."""
+"""The config nodes `slo`, `tenants` and `decoding`: classes, shares, and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def shares_of(slo: Mapping[str, Any]) -> dict[str, float]:
     return {name: conform(x, float, f"slo.shares.{name}") for name, x in _named(slo, "shares")}
 
 
+def tenant_shares_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Shares of the tenants that requests are drawn into; empty: as the trace says."""
+    node = config.get("tenants") or {}  # earlier versions' runs have none
+    if wrong := [key for key in node if key != "shares"]:
+        raise ValueError(f"tenants.{wrong[0]}: no such setting{did_you_mean(wrong[0], ['shares'])}")
+    named = _named(node, "shares", "tenants")
+    return {name: conform(x, float, f"tenants.shares.{name}") for name, x in named}
+
+
 def check_classes(config: Mapping[str, Any], traced: Collection[str]) -> None:
     """ValueError where the scheduling goes by an SLO class that no request can have.
 
@@ -92,9 +101,9 @@ def _gone_by(node: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
             )
 
 
-def _named(slo: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
-    node = conform(slo.get(key), Mapping[str, Any] | None, f"slo.{key}")
-    return [(str(name), value) for name, value in (node or {}).items()]
+def _named(node: Mapping[str, Any], key: str, where: str = "slo") -> list[tuple[str, Any]]:
+    found = conform(node.get(key), Mapping[str, Any] | None, f"{where}.{key}")
+    return [(str(name), value) for name, value in (found or {}).items()]
 
 
 def _mapping(node: Any, name: str) -> Mapping[str, Any]:

@@ -86,7 +86,9 @@ def replay(
 ) -> dict[str, Any]:
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
     finetunes = any(trainee.job.finetunes for trainee in run_spec.trainees)
-    engine = engine_of(run_spec, backend, Recorder(backend.meter, keeps_steps, finetunes))
+    names_tenants = any(item.tenant for item in run_spec.work)
+    own = Recorder(backend.meter, keeps_steps, finetunes, names_tenants)
+    engine = engine_of(run_spec, backend, own)
     before = backend.probe()
     write_status(folder, RUNNING)
     shown = progress_bar(engine, run_spec.work, shows_progress)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from engine.contract.regions import PageSize
-from engine.results.schema import TABLES, marked, write_tables
+from engine.results.schema import TABLES, TENANT, marked, write_tables
 from runtime.client.answer import Answer
 from runtime.client.gauges import Gauges
 from runtime.client.openai import Prompt, Replay, Server, model_served, replay
@@ -142,6 +142,8 @@ def _write(folder: Path, run_spec: RunSpec, found: Replay) -> None:
     rows["memory"] = [row for gauges in found.gauges for row in _memory_rows(run_spec, gauges)]
     tables: dict[str, pa.Table] = {}
     for name, schema in TABLES.items():
+        if name == "requests" and any([request.tenant for request in run_spec.requests]):
+            schema = schema.append(TENANT)
         tables[name] = pa.Table.from_pylist(rows[name], schema=marked(schema))
     client = [_client_row(*pair) for pair in pairs]
     tables["client"] = pa.Table.from_pylist(client, schema=CLIENT)
@@ -159,6 +161,7 @@ def _request_row(request: Request, answer: Answer) -> dict[str, Any]:
         "session": request.session,
         "turn": request.turn,
         "slo": request.slo,
+        "tenant": request.tenant,  # where the table has it
         "device": None,  # a server does not say
         "prompt_tokens": request.prompt_tokens,
         "output_tokens": len(tokens),

@@ -87,9 +87,20 @@ def trainees_of(
             f"{own.max_positions} positions"
         )
     number = 1 + max((request.request_id for request in requests), default=-1)
-    units, cache = own.num_layers + 2, Path(config["cache"])
+    cache = Path(config["cache"])
+    if not isinstance(asked, Finetuning):
+        return (_trainee(asked, number, own, cache, ranks),)
+    _check_dtype(asked, spec)
+    each = enumerate(asked.each(), number)
+    return tuple([_trainee(job, at, own, cache, ranks) for at, job in each])
+
+
+def _trainee(
+    asked: Training | Finetuning, number: int, own: ModelSpec, cache: Path, ranks: int
+) -> Trainee:
+    """The job of that number, with its data."""
+    units = own.num_layers + 2
     if isinstance(asked, Finetuning):
-        _check_dtype(asked, spec)
         job = asked.job(number, units, own.name, cache)
         shape = finetuning_shape(own, job)
     else:
@@ -100,7 +111,7 @@ def trainees_of(
     if getattr(asked.data, "tokenizer", None) is not None:  # else it was told at the import
         _warn_of_rows(batches.account(), job)
     _warn_of_ids(batches.account(), job, own)
-    return (Trainee(job, own, shape, batches),)
+    return Trainee(job, own, shape, batches)
 
 
 def _check_dtype(asked: Finetuning, spec: ModelSpec) -> None:

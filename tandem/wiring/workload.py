@@ -15,13 +15,13 @@ import numpy as np
 from models.spec import ModelSpec
 from tandem.config.build import Builder
 from tandem.config.check import arguments, conform
-from tandem.config.slo import check_classes, shares_of
+from tandem.config.slo import check_classes, shares_of, tenant_shares_of
 from traces.files import absent
 from traces.import_cache import cached_import
 from traces.serving.arrivals import assign, num_arrivals
 from traces.serving.request import Request
-from traces.serving.sessions import with_shares
-from traces.store import read_trace
+from traces.serving.sessions import with_shares, with_tenants
+from traces.store import OF_VERSION_3, read_trace
 
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
 SESSIONS = 14  # of its ebb: batches from so many down to one
@@ -96,6 +96,19 @@ def requests_of(
     if shares := shares_of(config["slo"]):
         requests = with_shares(requests, shares, seed)
     _check_lengths(requests, spec)
+    requests = _arriving(requests, config, builder, overrides, seed)
+    shares = tenant_shares_of(config)
+    return with_tenants(requests, shares, seed) if shares else requests
+
+
+def _arriving(
+    requests: list[Request],
+    config: Mapping[str, Any],
+    builder: Builder,
+    overrides: Sequence[str],
+    seed: int,
+) -> list[Request]:
+    """The requests at the times, or in the sessions, that the config node `arrival` gives them."""
     arrival = config["arrival"]
     if arrival.get("_target_") is None:
         return requests
@@ -147,7 +160,7 @@ def trace_hash(requests: Sequence[Request]) -> str:
     names, digest = [field.name for field in fields(Request)], hashlib.sha256()
     for request in requests:
         row = {name: getattr(request, name) for name in names}  # asdict would copy every id
-        for name in ("tenant", "adapter"):
+        for name in OF_VERSION_3:  # hashes of traces without them are those of earlier versions
             if not row[name]:
                 del row[name]
         digest.update(json.dumps(row, sort_keys=True).encode())

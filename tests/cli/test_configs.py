@@ -28,8 +28,8 @@ WITH_TRAITS = re.compile(r"[^\[\]]*\.(?: \[(?P<traits>[^\[\]]+)\])?")
 TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
-FINETUNING = ("coserve", "coserve_slo", "temporal", "temporal_limited")
-FINETUNING += ("spatial", "spatial_limited")
+FINETUNING = ("coserve", "coserve_slo", "coserve_vtc", "llm_station", "temporal")
+FINETUNING += ("temporal_limited", "spatial", "spatial_limited")
 NOT_SERVING = ("recorded", *TRAINING, *FINETUNING)
 POLICIES = [name for name in options("policy") if name not in NOT_SERVING]
 SERVING = [name for name in options("experiment") if not axes_of(name)]  # the rest trains

@@ -32,6 +32,7 @@ SMALL = (
     *("training.microbatches=2", "training.until_served=false", "training.data.prompt_share=0.2"),
     *("scheduling.token_budget=40", "arrival=all_at_once"),
 )
+WITHOUT_BUDGET = {f"policy={name}" for name in ("llm_station", "spatial", "temporal")}
 BACKENDS = ("lockstep", "cpu", "cpu backend.clock=wall")
 
 
@@ -58,9 +59,9 @@ class Run:
 
 def run(backend: str, *overrides: str) -> Run:
     """Carries a small run out."""
-    small = [*SMALL]
-    if any([word.startswith("policy=") for word in overrides]):  # which has other settings
-        small = [word for word in SMALL if not word.startswith("scheduling.")]
+    chosen = {word.partition("=")[0] for word in overrides}
+    chosen |= {"scheduling.token_budget"} if {*overrides} & WITHOUT_BUDGET else set()
+    small = [word for word in SMALL if word.partition("=")[0] not in chosen]
     return run_of(backend, (*small, *overrides))
 
 
@@ -83,6 +84,10 @@ def run_of(backend: str, words: tuple[str, ...]) -> Run:
 
 WINDOWS_BACK = ("scheduling.backward_tokens=16",)
 UNFUSED = ("memory.fused=false",)
+FAIR = ("policy=coserve_vtc", "tenants.shares={a: 0.5, b: 0.5}", "training.tenants=[a, c]")
+PER_TOKEN = ("policy=coserve_slo", "scheduling.kind=token", "scheduling.multiple=4")
+PER_TOKEN += ("scheduling.slo_s=0.001", "scheduling.ttft_s=0.01")
+STATION = ("policy=llm_station", "scheduling.serving.token_budget=40", "scheduling.steps=4")
 WHOLE_MODEL = ("training/recipe=sgd", "training.recipe.frozen_units=2")
 GPT2 = ("model=tiny_gpt2", "model.num_kv_heads=4")
 HALF = ("model.dtype=bfloat16", "training.recipe.clip_norm=1.0")
@@ -105,6 +110,33 @@ def test_equal_launches_give_equal_bits_on_every_clock(words: tuple[str, ...]) -
             (found.losses, dict(found.weights)), (first.losses, dict(first.weights))
         )
         assert found.outputs == first.outputs
+
+
+@pytest.mark.parametrize("words", [FAIR, PER_TOKEN, STATION], ids=["vtc", "token", "station"])
+def test_other_policies_plan_alike_in_lockstep(words: tuple[str, ...]) -> None:
+    """Quotes and counters are equal there, and so is the clock."""
+    found = run("lockstep", *words)
+    assert found.log == run("sim", *words).log
+    assert not any(math.isnan(loss) for loss in found.losses)
+    check_tokens(found)
+
+
+def test_counters_are_as_issued_on_every_clock() -> None:
+    first = run("lockstep", *FAIR)
+    rows = first.recorder.tables()["service"].to_pylist()
+    assert {row["tenant"] for row in rows} == {"a", "b", "c"}
+    assert all(row["forward_tokens"] for row in rows if row["tenant"] != "b")
+    for backend in BACKENDS[1:]:
+        found = run(backend, *FAIR)
+        assert found.log == first.log
+        assert found.recorder.tables()["service"].to_pylist() == rows
+
+
+@pytest.mark.parametrize("words", [PER_TOKEN, STATION], ids=["token", "station"])
+def test_a_policy_of_durations_finetunes_in_measured_time(words: tuple[str, ...]) -> None:
+    found = run("cpu", *words)
+    assert not any(math.isnan(loss) for loss in found.losses)
+    check_tokens(found)
 
 
 def test_kept_or_computed_again_gives_equal_bits() -> None:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
 
-from engine.contract.plan import Compute, Plan, Slice
+from engine.contract.executor import Launch
+from engine.contract.job import Job, TrainingProgress
+from engine.contract.plan import Compute, Op, Plan, Slice
+from engine.contract.policy import Policy
 from engine.contract.regions import Tier, Work
+from engine.laws.check_policy import WatchedPolicy
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.chunked_prefill import ChunkedPrefill
-from policies.sharing.coserve import CoMemory
+from policies.sharing.coserve import CoMemory, CoServe
 from policies.sharing.coserve_slo import CoServeSlo
 from policies.sharing.temporal import Temporal
 from sim.cost.contract import PolicyCost
 from sim.cost.roofline import Roofline
+from sim.devices.device import Device
 from sim.executor import SimExecutor
 from tests.policies.finetuning_jobs import (
     BUDGET,
@@ -32,6 +38,7 @@ from tests.policies.finetuning_jobs import (
     random_job,
 )
 from tests.support.replays import random_requests, replay
+from tests.support.states import decoding, view
 from tests.training.training_jobs import device
 from traces.serving.request import Request, Sample, TrainingJob
 from traces.training.recipe import Recipe
@@ -42,18 +49,29 @@ MULTIPLE = 4
 
 
 def run(
-    scheduling: Any, work: list[Request | TrainingJob], pace: float = 1.0
+    scheduling: Any,
+    work: list[Request | TrainingJob],
+    pace: float = 1.0,
+    watch: list[WatchedPolicy] | None = None,
+    on: Device = DEVICE,
+    depth: int = 1,
 ) -> tuple[Recorder, Roofline]:
-    """A replay priced by a roofline, by which policies are quoted, too, times a pace."""
+    """A replay priced by a roofline, by which policies are quoted, too, times a pace.
+
+    `watch` gets the policy as it was watched.
+    """
     jobs = [item for item in work if isinstance(item, TrainingJob)]
-    cost, clock, recorder = Roofline(DEVICE, SPEC, PAGE.tokens), VirtualClock(), Recorder()
+    cost, clock, recorder = Roofline(on, SPEC, PAGE.tokens), VirtualClock(), Recorder()
+    policy: Policy = Composed(scheduling, CoMemory(PagedRestart()))
+    if watch is not None:
+        watch.append(policy := WatchedPolicy(policy))
     engine = Engine(
         clock,
-        Composed(scheduling, CoMemory(PagedRestart())),
+        policy,
         SimExecutor(clock, cost),
         {(Tier.GPU, 0): PAGES * PAGE.nbytes, (Tier.HOST, 0): 1 << 30},
         PAGE,
-        depth=1,
+        depth=depth,
         layout=layout_of_jobs(jobs, PAGES),
         cost=PolicyCost(cost, lambda place: engine.ledger.held_bytes[place], pace),
         recorder=recorder,
@@ -201,6 +219,152 @@ def test_an_slo_that_serving_alone_breaks_leaves_no_finetuning() -> None:
 def test_wrong_settings_are_told(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         within(**given)
+
+
+# ---- tokens that are due
+SLO_NS, NS = 100_000, 1_000  # between tokens, and of a token in a launch
+NO_HOST = replace(DEVICE, host_plan_ns=0, host_slice_ns=0)  # its time is not quoted to policies
+
+
+class PerToken:
+    """A quote of so long for each token."""
+
+    def op_ns(self, op: Op) -> int:
+        return NS * sum([piece.tokens for piece in getattr(op, "slices", ())])
+
+    def launch_ns(self, launch: Launch) -> int:
+        return self.op_ns(launch.op)
+
+
+def per_token(**given: Any) -> CoServeSlo:
+    given = {"margin": 0.0, "multiple": 1, **given}
+    return CoServeSlo(ChunkedPrefill(64, 12), SLO_NS / 1e9, kind="token", **given)
+
+
+def window_of(
+    scheduling: CoServeSlo,
+    serving: list[Job],
+    now_ns: int,
+    first_ns: Mapping[int, int],
+    waiting: Sequence[Job] = (),
+    in_flight: Sequence[Op] = (),
+) -> int:
+    """Tokens that a step finetunes, of a sample of 400, where first tokens came at these times."""
+    sample = Job.trains(TrainingProgress(finetuning_job(9, [Sample(400)])), 0)
+    state = replace(
+        view(serving, [*waiting], pages=1000),
+        now_ns=now_ns,
+        training=[sample],
+        in_flight=in_flight,
+        cost=PerToken(),
+        first_token_ns=lambda job: first_ns.get(job.job_id),
+    )
+    own = [piece.tokens for piece in scheduling.batch(state) if piece.job.training is not None]
+    return sum(own)
+
+
+def test_a_step_lasts_until_the_first_token_is_due() -> None:
+    """Three tokens of request 0 are issued, so the next one is due three times the SLO after
+    the first of them, counted from there; five of request 1."""
+    jobs = [decoding(0, 10), decoding(1, 12)]
+    assert [job.generated_tokens for job in jobs] == [3, 5]
+    first_ns = {0: 0, 1: 0}
+    assert window_of(per_token(), jobs, 200_000, first_ns) == 100 - 2
+    assert window_of(per_token(margin=0.1), jobs, 200_000, first_ns) == 90 - 2
+    assert window_of(per_token(), jobs, 50_000, first_ns) == 250 - 2
+    assert window_of(per_token(), jobs, 200_000, {0: 190_000, 1: 0}) == 290 - 2
+    assert window_of(per_token(), jobs, 230_000, {0: 220_000, 1: 0}) == 270 - 2, "request 1"
+
+
+def test_a_token_that_is_late_leaves_nothing() -> None:
+    jobs = [decoding(0, 10), decoding(1, 12)]
+    assert window_of(per_token(), jobs, 310_000, {0: 0, 1: 0}) == 0
+
+
+def test_a_first_token_in_flight_counts_from_now_at_the_earliest() -> None:
+    jobs = [decoding(0, 10), decoding(1, 12)]
+    assert window_of(per_token(), jobs, 100_000, {1: 0}) == 300 - 2
+
+
+def test_a_first_token_is_due_if_it_has_a_limit() -> None:
+    arrived = [Job(2, 20_000, 90, 90)]  # of which a step takes 63 beside a decode
+    first_ns, jobs = {0: 0}, [decoding(0, 10)]
+    plain, limited = per_token(), per_token(ttft_s=1e-4)
+    assert window_of(plain, jobs, 40_000, first_ns, arrived) == 260 - 64
+    assert window_of(limited, jobs, 40_000, first_ns, arrived) == 80 - 64
+    assert window_of(plain, [], 40_000, {}, arrived) == 100 - 64, "no token is due: a step is"
+
+
+def test_behind_a_first_token_the_second_is_due() -> None:
+    arrived, jobs = [Job(2, 20_000, 30, 30)], [decoding(0, 10)]
+    assert window_of(per_token(), jobs, 40_000, {0: 0}, arrived) == 100 - 31
+
+
+def test_steps_in_flight_come_before_it() -> None:
+    """By their quotes; a window back has none by now, and lasts until its tokens are due."""
+    jobs, first_ns = [decoding(0, 10)], {0: 0}
+    before = Compute((Slice(jobs[0], 1),))
+    assert window_of(per_token(), jobs, 150_000, first_ns, in_flight=[before]) == 150 - 2
+    sample = Job.trains(TrainingProgress(finetuning_job(9, [Sample(400)])), 0)
+    back = Compute((Slice(sample, 400, Work.BACKWARD, range(4, 5)),))
+    assert window_of(per_token(), jobs, 150_000, first_ns, in_flight=[before, back]) == 100 - 1
+    copied = Compute((Slice(jobs[0], 1),), on="cpu")
+    assert window_of(per_token(), jobs, 150_000, first_ns, in_flight=[copied]) == 150 - 1
+
+
+def overdue_tokens(recorder: Recorder, slo_s: float) -> list[int]:
+    """Of each request, the tokens that came behind their time, counted from the first one."""
+    found = list[int]()
+    for outcome in recorder.outcomes.values():
+        first_ns, *others = outcome.token_ns
+        due_ns = [first_ns + i * slo_s * 1e9 for i in range(1, 1 + len(others))]
+        found.append(sum(ns > due for ns, due in zip(others, due_ns, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("more", [1.1, 1.6, 3.0])
+def test_every_token_is_in_time_where_serving_alone_is(more: float, depth: int) -> None:
+    """A simulation runs as it is quoted; the time that a step leaves goes to a later one.
+
+    The margin covers prompts of the next step, of which no request in service tells.
+    """
+    work = of_sample(120)
+    slo_s = more * fastest_ns(work) / 1e9
+    recorder, _ = run(within(slo_s, kind="token"), work, on=NO_HOST, depth=depth)
+    assert not any(overdue_tokens(recorder, slo_s))
+    assert max(ns for ns, serves, _ in step_ns(recorder).values() if serves) > 0.9 * slo_s * 1e9
+    stepwise, _ = run(within(slo_s), work, on=NO_HOST, depth=depth)
+    assert rate(recorder) > (1.0 if more < 2 else 0.99) * rate(stepwise), "little is to be gained"
+
+
+def test_finetuning_without_limits_makes_tokens_late() -> None:
+    """The control: a window of a whole sample beside each step."""
+    work = of_sample(120)
+    slo_s = 1.1 * fastest_ns(work) / 1e9
+    recorder, _ = run(CoServe(ChunkedPrefill(64, 12), 512, backward_layers=4), work, on=NO_HOST)
+    assert sum(overdue_tokens(recorder, slo_s)) > 20
+
+
+def test_equal_views_get_equal_plans() -> None:
+    work = of_sample(120)
+    scheduling = within(1.5 * fastest_ns(work) / 1e9, kind="token", ttft_s=0.01)
+    watched: list[WatchedPolicy] = []
+    run(scheduling, work, watch=watched, on=NO_HOST)
+    assert watched[0].asked > 40
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"kind": "step"}, "kind is step, must be iteration or token"),
+        ({"ttft_s": 1.0}, "ttft_s is a limit of tokens: set kind=token"),
+        ({"kind": "token", "ttft_s": 0.0}, "ttft_s is 0.0, must be above 0"),
+    ],
+)
+def test_wrong_kinds_are_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        within(1.0, **given)
 
 
 # ---- temporal sharing

@@ -46,6 +46,8 @@ def requests(draw: st.DrawFn) -> list[Request]:
                 prompt_ids=tuple(ids) if ids else None,
                 prefix_ids=None if blocks is None else tuple(blocks),
                 prefix_block_tokens=0 if blocks is None else draw(st.integers(1, 2**20)),
+                tenant=draw(st.sampled_from(["", "a b", "é\n"])),
+                adapter=draw(st.sampled_from(["", "one"])),
             )
         )
     return made
@@ -98,7 +100,18 @@ def test_a_changed_trace_is_refused(trace: Path) -> None:
 def test_a_trace_of_the_schema_before_prefixes_is_refused_in_one_line(trace: Path) -> None:
     sidecar = json.loads(sidecar_path(trace).read_text())
     sidecar_path(trace).write_text(json.dumps({**sidecar, "schema_version": 1}))
-    expect(trace, "schema version 1, this Tandem reads 2; import again")
+    expect(trace, "schema version 1, this Tandem reads 3; import again")
+
+
+def test_a_trace_of_the_schema_before_tenants_is_read_without_them(trace: Path) -> None:
+    before = read_trace(trace)
+    rewritten(trace, pq.read_table(trace).drop_columns(["tenant", "adapter"]))
+    expect(trace, "no column tenant, adapter")
+    sidecar = json.loads(sidecar_path(trace).read_text())
+    sidecar_path(trace).write_text(json.dumps({**sidecar, "schema_version": 2}))
+    assert read_trace(trace) == before
+    rewritten(trace, pq.read_table(trace).drop_columns(["slo"]))
+    expect(trace, "no column slo")
 
 
 def test_prefix_blocks_fit_the_prompt() -> None:

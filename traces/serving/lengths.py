@@ -35,7 +35,7 @@ OUTPUT_COLUMNS = (
 )
 ID_COLUMNS = ("prompt_ids", "input_tok_ids")
 MAX_TOKENS = 2**31 - 1  # the largest count and the highest token id that a trace can hold
-SLO_COLUMN = "slo"
+SLO_COLUMN, TENANT_COLUMN = "slo", "tenant"
 STREAM = 1  # of a seed: arrivals draw from the seed itself
 MAX_REQUESTS = 10_000_000
 
@@ -81,11 +81,11 @@ def read_lengths(
     """Each usable row of a table as a request, in file order; other rows are counted by reason.
 
     Arrival times of the table are kept, from 0 on. SLO classes are in `slo_column` (None: `slo`,
-    where the table has it); an empty cell is no class.
+    where the table has it); an empty cell is no class. A column `tenant` names tenants.
     """
     path, classed_by = Path(path), slo_column or SLO_COLUMN
     known = (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS)
-    table = read_columns(path, (*known, classed_by))
+    table = read_columns(path, (*known, classed_by, TENANT_COLUMN))
     columns, nothing = table.cells, [None] * len(table.lines)
     if slo_column is not None and slo_column not in columns:
         raise ValueError(f"{path}: no column {slo_column} for slo_column")
@@ -93,10 +93,10 @@ def read_lengths(
     outputs = _one_of(path, columns, OUTPUT_COLUMNS)
     ids = next((columns[n] for n in ID_COLUMNS if keep_ids and n in columns), nothing)
     arrivals = _arrivals(path, columns) or [0] * len(table.lines)
-    classes = columns.get(classed_by, nothing)
+    classes, tenants = columns.get(classed_by, nothing), columns.get(TENANT_COLUMN, nothing)
     lengths = Lengths(rows_read=len(table.lines) + len(table.malformed))
     lengths.rows_dropped.update({"malformed line": len(table.malformed)} if table.malformed else {})
-    for row in zip(arrivals, prompts, outputs, ids, classes, strict=True):
+    for row in zip(arrivals, prompts, outputs, ids, classes, tenants, strict=True):
         try:
             lengths.requests.append(_request(len(lengths.requests), row, limits or Limits()))
         except Unusable as fault:
@@ -138,8 +138,8 @@ def _arrivals(path: Path, columns: Mapping[str, list[Any]]) -> list[int | Unusab
 
 
 def _request(number: int, row: Sequence[Any], limits: Limits) -> Request:
-    """A request of arrival, prompt, output, ids and SLO class. Raises Unusable."""
-    at_ns, prompt, output, ids, slo = row
+    """A request of arrival, prompt, output, ids, SLO class and tenant. Raises Unusable."""
+    at_ns, prompt, output, ids, slo, tenant = row
     if isinstance(at_ns, Unusable):
         raise at_ns
     prompt, output = whole_number("prompt", prompt), whole_number("output", output)
@@ -147,8 +147,8 @@ def _request(number: int, row: Sequence[Any], limits: Limits) -> Request:
     if fault:
         raise Unusable(fault)
     prompt_ids = None if ids is None else tuple(ids)
-    named = "" if slo is None else str(slo)
-    return Request(number, at_ns, prompt, output, slo=named, prompt_ids=prompt_ids)
+    slo, tenant = ("" if cell is None else str(cell) for cell in (slo, tenant))
+    return Request(number, at_ns, prompt, output, slo=slo, tenant=tenant, prompt_ids=prompt_ids)
 
 
 def _one_of(path: Path, columns: dict[str, list[Any]], names: tuple[str, ...]) -> list[Any]:

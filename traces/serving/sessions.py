@@ -1,4 +1,4 @@
-"""Closed loops of clients, think times between turns, and SLO classes of requests."""
+"""Closed loops of clients, think times between turns, and SLO classes and tenants of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from traces.records import NS_PER_S
 from traces.serving.request import Request
 
-STREAM = 2  # of a seed: arrivals draw from the seed itself, lengths from its stream 1
+# Streams of a seed: arrivals draw from the seed itself, lengths from its stream 1.
+STREAM, TENANT_STREAM = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +76,38 @@ def with_shares(
     Equal seeds give equal classes, and further requests do not change the classes of earlier ones.
     Raises ValueError where the shares do not sum to 1.
     """
+    names = _drawn(requests, shares, "slo.shares", (seed, STREAM))
+    return [replace(request, slo=name) for request, name in zip(requests, names, strict=True)]
+
+
+def with_tenants(
+    requests: Sequence[Request], shares: Mapping[str, float], seed: int = 0
+) -> list[Request]:
+    """The requests with tenants drawn by their shares; the turns of a session have one tenant.
+
+    Equal seeds give equal tenants, and further requests do not change the tenants of earlier ones.
+    Raises ValueError where the shares do not sum to 1.
+    """
+    names = _drawn(requests, shares, "tenants.shares", (seed, TENANT_STREAM))
+    return [replace(request, tenant=name) for request, name in zip(requests, names, strict=True)]
+
+
+def _drawn(
+    requests: Sequence[Request], shares: Mapping[str, float], where: str, seed: tuple[int, int]
+) -> list[str]:
+    """A name for each request, drawn by shares once for a session."""
     if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
         given = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
-        raise ValueError(f"slo.shares={{{given}}}: they must be at least 0 and make up 1")
-    rng, names = np.random.default_rng((seed, STREAM)), list(shares)
+        raise ValueError(f"{where}={{{given}}}: they must be at least 0 and make up 1")
+    rng, names = np.random.default_rng(seed), list(shares)
     ends = list(accumulate(shares.values()))[:-1]
     of_session: dict[int, str] = {}
-    classed = []
+    found = list[str]()
     for request in requests:
-        slo = of_session.get(-1 if request.session is None else request.session)
-        if slo is None:
-            slo = names[bisect_right(ends, rng.random())]
+        name = of_session.get(-1 if request.session is None else request.session)
+        if name is None:
+            name = names[bisect_right(ends, rng.random())]
             if request.session is not None:
-                of_session[request.session] = slo
-        classed.append(replace(request, slo=slo))
-    return classed
+                of_session[request.session] = name
+        found.append(name)
+    return found

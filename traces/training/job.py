@@ -95,12 +95,14 @@ class TrainingWork:
     """What every training job has without its model, as a configuration describes it.
 
     An update follows `microbatches` microbatches, whose sequences have at most `sequence_tokens`.
+    `tenant` names whose job it is.
     """
 
     recipe: Recipe
     sequence_tokens: int
     microbatches: int = 1
     arrival_s: float = 0.0
+    tenant: str = ""
 
     @property
     def arrival_ns(self) -> int:
@@ -131,6 +133,7 @@ class Training(TrainingWork):
             model,
             self.data.name,
             self.recipe,
+            tenant=self.tenant,
         )
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:

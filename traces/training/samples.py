@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -254,15 +255,21 @@ class Finetuning(TrainingWork):
     Samples are there at once, or come at `rate` per second, drawn by the recipe's seed. The job
     makes `num_steps` updates, going through its samples again where these are more; without them as
     many as take each sample once, and begin again for what the last update lacks. With
-    `until_served` it ends with the last request.
+    `until_served` it ends with the last request. `tenants` ask for a job each in the place of one.
     """
 
     data: Samples
     num_steps: int | None = None
     rate: float | None = None
     until_served: bool = True
+    tenants: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if self.tenants and (self.tenant or len({*self.tenants}) < len(self.tenants)):
+            raise ValueError(
+                f"training.tenants=[{', '.join(self.tenants)}]: a job for each, with other names; "
+                "leave training.tenant out"
+            )
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"training.rate={self.rate}: it must be above 0, or null for all")
         if self.num_steps is not None and self.num_steps < 1:
@@ -270,6 +277,16 @@ class Finetuning(TrainingWork):
                 f"training.num_steps={self.num_steps}: it must be at least 1, or null for once "
                 "through the samples"
             )
+
+    def each(self) -> tuple[Finetuning, ...]:
+        """The job of each tenant, drawn by seeds that follow each other; itself without tenants."""
+        if not self.tenants:
+            return (self,)
+        recipes = [
+            replace(self.recipe, seed=self.recipe.seed + i) for i in range(len(self.tenants))
+        ]
+        pairs = zip(self.tenants, recipes, strict=True)
+        return tuple([replace(self, recipe=r, tenant=name, tenants=()) for name, r in pairs])
 
     def job(self, job_id: int, num_units: int, model: str, cache: Path) -> TrainingJob:
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
@@ -291,6 +308,7 @@ class Finetuning(TrainingWork):
             recipe=self.recipe,
             samples=samples,
             until_served=self.until_served,
+            tenant=self.tenant,
         )
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
