@@ -97,7 +97,11 @@ def test_the_laws_of_policies_hold(scheduling: str) -> None:
     """Steps that are issued at once behind the last sample are those of asking at each, too."""
     job, requests = random_job(random.Random(1), 1000), random_requests(2, 20, rate=300)
     pools = {(Tier.GPU, 0): 180 * PAGE.nbytes, (Tier.HOST, 0): 30 * PAGE.nbytes}
-    given: dict[str, Any] = {"capacity_bytes": pools, "layout": layout_of_jobs([job], 180), "page": PAGE}
+    given: dict[str, Any] = {
+        "capacity_bytes": pools,
+        "layout": layout_of_jobs([job], 180),
+        "page": PAGE,
+    }
     policy = Composed(SCHEDULINGS[scheduling], on_two_lanes())
     assert check_policy(policy, [*requests, job], depths=(1, 2, 3), **given) > 0
 
