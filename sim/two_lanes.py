@@ -1,7 +1,10 @@
 """The virtual executor of devices with two compute lanes, whose launches slow each other down.
 
 What a real device makes of two launches at once depends on their kernels, and no figure of it is
-measured here: the slowdown is one assumed number.
+measured here: the slowdown is one assumed number. FlexLLM's cells speak for one half: samples of
+3,675 tokens take 651 ms under temporal sharing, with one step of serving each, and 669 ms under
+spatial sharing, with two (Llama-3.1-8B, one request per second). So both lanes together took about
+as long as in turn.
 """
 
 from __future__ import annotations

@@ -19,8 +19,10 @@ class Spatial:
 
     The memory policy has both run on compute lanes of their own (`CoMemory` with `lanes=2`). A step
     is over when both are, so a sample takes two steps, and a token of a request as long as one of
-    them. Limited spatial sharing is no rule of its own: it is `CoServe`, with its budget of tokens
-    and layers, on two lanes (flexflow-serve, `SPATIAL_SHARING`).
+    them: in FlexLLM's cells 5,495 tokens/s at 329 ms are 3,616 tokens in two steps.
+
+    Limited spatial sharing is no rule of its own: it is `CoServe`, with its budget of tokens and
+    layers, on two lanes (flexflow-serve, `SPATIAL_SHARING`).
 
     Args:
         serving: scheduling of the requests.
