@@ -24,11 +24,14 @@ STATS = ("mean", "p50", "p90", "p99")
 THROUGHPUT, KV_PEAK, STEADY_RERUNS = "request_throughput", "kv_peak_pages", "steady_reruns"
 FIGURES = (THROUGHPUT, *(f"{s}_{m}_s" for m in METRICS for s in STATS))
 JUDGED = (THROUGHPUT, "mean_tpot_s", "mean_e2e_s", "mean_ttft_s", KV_PEAK)
+FINETUNED, DEVICE_PEAK = "finetune_tokens_per_s", "device_peak_bytes"
+JUDGED_BESIDE = (FINETUNED, DEVICE_PEAK)  # too, where a job finetunes beside requests
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "rerun_iqr"]
 # Rows that are 1 if a property holds for all reruns; the claim fails if one is not.
 MUST_HOLD = ("kv_peak_replayed_equal", "swapped_in_every_run", "bytes_copied_replayed_equal")
 
 THROUGHPUT_BAR, KV_PEAK_BAR, TTFT_BAR = 0.02, 0.03, 0.10
+FINETUNED_BAR, DEVICE_PEAK_BAR = 0.05, 0.03
 LATENCY_BAR = 0.05  # of mean TPOT and E2E, or the spread of reruns where that is more
 NEVER_ABOVE = 0.10  # whatever the spread of reruns
 TTFT_UP_TO = 0.5  # share of the capacity; near saturation a queue amplifies errors of step times
@@ -73,14 +76,24 @@ def kv_peak_pages(run: Run) -> int:
     return int(rows["kv_pages"].max())
 
 
+def device_peak_bytes(run: Run) -> int:
+    """Most bytes of the device that were booked at once, by whatever they are for."""
+    rows = run.memory[run.memory["tier"].eq("gpu") & run.memory["cause"].eq("issue")]
+    return int((rows["capacity_bytes"] - rows["free_bytes"]).max())
+
+
 def figures_of(run: Run) -> dict[str, float]:
     """What is compared of a run: throughput in requests/s, latencies in s, peak KV in pages.
 
-    A figure that is not defined is left out: the TPOT of answers of one token.
+    Of a job that finetunes beside requests also tokens forward per second, and the peak of the
+    device in bytes. A figure that is not defined is left out: the TPOT of answers of one token.
     """
     known = summary(run)
     found = {key: float(known[key]) for key in FIGURES if key in known}
-    return {**found, KV_PEAK: float(kv_peak_pages(run))}
+    found[KV_PEAK] = float(kv_peak_pages(run))
+    if FINETUNED in known:
+        found |= {FINETUNED: float(known[FINETUNED]), DEVICE_PEAK: float(device_peak_bytes(run))}
+    return found
 
 
 def rerun_rows(case: str, reruns: Sequence[Rerun]) -> pd.DataFrame:
@@ -115,7 +128,7 @@ def table_of(case: str, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
     values = [_compared(pair) for pair in pairs]
     for key in values[0]:  # reruns are of equal requests, so they have equal figures
         real, _, error = np.array([value[key] for value in values]).T
-        spread = 0.0 if key == KV_PEAK else spread_of(real)
+        spread = 0.0 if key in (KV_PEAK, DEVICE_PEAK) else spread_of(real)
         rows.append((case, key, float(np.median(real)), *middle(error), spread))
     equal = all(kv_peak_pages(p.replayed) == kv_peak_pages(p.measured) for p in pairs)
     rows.append((case, "kv_peak_replayed_equal", float(equal), 0.0, 0.0, 0.0))
@@ -141,6 +154,7 @@ def bars(row: Mapping[Any, Any], judges_ttft: bool) -> float | None:
 
     Throughput 2 %. Mean TPOT and E2E: 5 %, or the spread of reruns if that is more, never above
     10 %. TTFT 10 %, and only well below saturation, where requests do not queue. KV peak 3 %.
+    Finetuned tokens per second 5 %, and the peak of the device beside them 3 %.
     """
     figure, spread = str(row["figure"]), float(str(row["rerun_iqr"]))
     if figure == THROUGHPUT:
@@ -149,7 +163,8 @@ def bars(row: Mapping[Any, Any], judges_ttft: bool) -> float | None:
         return min(NEVER_ABOVE, max(LATENCY_BAR, spread))
     if figure == "mean_ttft_s":
         return TTFT_BAR if judges_ttft else None
-    return KV_PEAK_BAR if figure == KV_PEAK else None
+    fixed = {KV_PEAK: KV_PEAK_BAR, FINETUNED: FINETUNED_BAR, DEVICE_PEAK: DEVICE_PEAK_BAR}
+    return fixed.get(figure)
 
 
 def judged(table: pd.DataFrame, judges_ttft: bool) -> pd.DataFrame:
@@ -198,6 +213,11 @@ class JudgedLoad:
         return int((~self.reruns.drop_duplicates("rerun")["counts"].astype(bool)).sum())
 
     @property
+    def figures(self) -> list[str]:
+        """The figures that are judged: those of serving, and of a job that finetunes beside it."""
+        return [*JUDGED, *[f for f in JUDGED_BESIDE if self.row(f) is not None]]
+
+    @property
     def undefined(self) -> list[str]:
         """Figures with a bar elsewhere that no request of this load has."""
         if self.row(THROUGHPUT) is None:  # without a steady rerun
@@ -229,6 +249,11 @@ class Fidelity:
         }
 
     @property
+    def figures(self) -> list[str]:
+        """The figures that are judged at one of the loads."""
+        return list(dict.fromkeys([*JUDGED, *[f for one in self.loads for f in one.figures]]))
+
+    @property
     def failed(self) -> list[str]:
         """What fails, each with its load."""
         return [
@@ -257,6 +282,8 @@ def load_of(
 NAMES = {
     THROUGHPUT: "throughput",
     KV_PEAK: "peak KV",
+    FINETUNED: "finetuned",
+    DEVICE_PEAK: "peak memory",
     STEADY_RERUNS: "steady reruns",
     "kv_peak_replayed_equal": "peak KV of replayed plans",
 }
@@ -274,7 +301,8 @@ def shown(figure: str, value: float) -> str:
     """A value of a figure with its unit."""
     if figure == KV_PEAK:
         return f"{value:,.0f} pages"
-    return amount(value, "req/s" if figure == THROUGHPUT else "s")
+    units = {THROUGHPUT: "req/s", FINETUNED: "tok/s", DEVICE_PEAK: "bytes"}
+    return amount(value, units.get(figure, "s"))
 
 
 def percent_of(share: float | None, signed: bool = True) -> str:

@@ -11,7 +11,6 @@ import pandas as pd
 
 from analysis.fidelity import (
     FIGURES,
-    JUDGED,
     LATENCY_BAR,
     Fidelity,
     figure_name,
@@ -86,7 +85,7 @@ def headline(fidelity: Fidelity) -> str:
     """What was judged, how far off it was, what fails, and how much was discarded."""
     found = []
     for load in fidelity.loads:
-        rows = [(figure, load.row(figure)) for figure in JUDGED]
+        rows = [(figure, load.row(figure)) for figure in load.figures]
         errors = [f"{figure_name(f)} {percent_of(row['error'])}" for f, row in rows if row]
         found.append(f"At {load.name} of the capacity: {', '.join(errors) or 'no steady rerun'}.")
         if load.undefined:
@@ -102,7 +101,7 @@ def headline(fidelity: Fidelity) -> str:
 def _judged(fidelity: Fidelity) -> HtmlTable:
     rows = []
     for load in fidelity.loads:
-        for figure in JUDGED:
+        for figure in load.figures:
             if (row := load.row(figure)) is not None:
                 word = judgement(row["used"])
                 rows.append(
@@ -116,7 +115,7 @@ def _judged(fidelity: Fidelity) -> HtmlTable:
                 Cell("", None, "fail"),
             ]
             for figure in load.failed
-            if figure not in JUDGED
+            if figure not in load.figures
         ]
     widened = fidelity.table.query("figure in ('mean_tpot_s', 'mean_e2e_s')")["rerun_iqr"].gt(
         LATENCY_BAR
@@ -157,24 +156,24 @@ def _percentiles(fidelity: Fidelity) -> HtmlTable:
         _cells(load.name, figure, row)[:-1]
         for load in fidelity.loads
         for figure in FIGURES
-        if figure not in JUDGED and (row := load.row(figure)) is not None
+        if figure not in load.figures and (row := load.row(figure)) is not None
     ]
     note = "Without bars: published as they are."
     return HtmlTable("Percentiles", note, COLUMNS[:-1], rows)
 
 
 def _reruns(fidelity: Fidelity) -> HtmlTable:
-    rows = []
+    rows, figures = [], fidelity.figures
     for load in fidelity.loads:
         for number, part in load.reruns.groupby("rerun"):
             errors, first = part.set_index("figure")["error"], part.iloc[0]
             counts = bool(first["counts"])
             cells = [Cell(load.name), Cell(str(number), float(str(number)))]
             cells.append(_percent(float(first["moved"]), signed=False))
-            cells += [_percent(errors.get(figure)) for figure in JUDGED]
+            cells += [_percent(errors.get(figure)) for figure in figures]
             rows.append([*cells, Cell("yes" if counts else "no: the machine drifted")])
     note = "In the order of measurement. Drift: how far the probes moved around the run."
-    columns = ["load", "rerun", "drift", *map(figure_name, JUDGED), "counts"]
+    columns = ["load", "rerun", "drift", *map(figure_name, figures), "counts"]
     return HtmlTable("Every rerun", note, columns, rows)
 
 
@@ -183,7 +182,8 @@ def _errors(fidelity: Fidelity, folder: Path) -> Shown:
     rows, table = fidelity.reruns, fidelity.table
     medians = table[["case", "figure", "error", "bar"]].rename(columns={"error": "median_error"})
     data = rows.merge(medians, on=["case", "figure"], how="left")
-    parts = [data[data["figure"].eq(figure)] for figure in JUDGED if figure in set(data["figure"])]
+    known = set(data["figure"])
+    parts = [data[data["figure"].eq(figure)] for figure in fidelity.figures if figure in known]
     return panel("errors", parts, plot_errors, (13, 3.0), folder, text=TEXT)
 
 

@@ -143,19 +143,20 @@ class TrainingProgress:
         Returns:
             Tokens done per unit, forward and backward.
         """
-        units, total = self.spec.num_units, self.spec.tokens_of(microbatch)
-        if microbatch < self.microbatches.start:
+        units = self.spec.num_units
+        if microbatch < self.first_microbatch:
+            total = self.spec.tokens_of(microbatch)
             return [total] * units, [total] * units
         forward = self._forward.get(microbatch) or [self.recorded_tokens] * units
         return forward, self._backward.get(microbatch) or [0] * units
 
     def _progress(self, microbatch: int) -> tuple[list[int], list[int]]:
         """The lists of a microbatch's frontier, for the engine to move on."""
-        forward, backward = self.frontier(microbatch)
-        return (
-            self._forward.setdefault(microbatch, ReadOnlyList(forward)),
-            self._backward.setdefault(microbatch, ReadOnlyList(backward)),
-        )
+        if microbatch not in self._forward:
+            forward, backward = self.frontier(microbatch)
+            self._forward[microbatch] = ReadOnlyList(forward)
+            self._backward[microbatch] = ReadOnlyList(backward)
+        return self._forward[microbatch], self._backward[microbatch]
 
     def copy(self) -> TrainingProgress:
         """A copy that a check can move on while this one stays.
@@ -167,13 +168,17 @@ class TrainingProgress:
         own = {
             "updated": MappingProxyType(updated),
             "_updated": updated,
-            "_forward": {k: ReadOnlyList(done) for k, done in self._forward.items()},
-            "_backward": {k: ReadOnlyList(done) for k, done in self._backward.items()},
+            "_forward": self._own(self._forward),
+            "_backward": self._own(self._backward),
             "_windows": {k: [*windows] for k, windows in self._windows.items()},
         }
         for name in TrainingProgress.__slots__:
             object.__setattr__(other, name, own.get(name, getattr(self, name)))
         return other
+
+    def _own(self, tokens: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        """Tokens per unit in lists of their own, but for microbatches that move no more."""
+        return {k: d if self.is_trained(k) else ReadOnlyList(d) for k, d in tokens.items()}
 
     def _count_update(self, chunk: int) -> None:
         self._updated[chunk] += 1
@@ -235,7 +240,10 @@ class TrainingProgress:
         Returns:
             True once every unit that trains has its backward.
         """
-        return self.frontier(microbatch)[1][self.first] >= self.spec.tokens_of(microbatch)
+        if microbatch < self.first_microbatch:
+            return True
+        done = self._backward.get(microbatch)
+        return done is not None and done[self.first] >= self.spec.tokens_of(microbatch)
 
     @property
     def sample(self) -> int | None:

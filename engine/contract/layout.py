@@ -113,6 +113,10 @@ class TrainingLayout:
     def __repr__(self) -> str:
         return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
 
+    def __hash__(self) -> int:
+        """By its size alone: what is cached by a layout hashes no chunk."""
+        return hash((len(self.chunks), len(self.units), self.first, self.ranks))
+
     @property
     def num_units(self) -> int:
         """Layers, embedding and head."""

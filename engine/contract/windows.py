@@ -14,7 +14,9 @@ window's forward until the unit's backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.contract.job import TrainingProgress, layout_of
@@ -41,6 +43,9 @@ from engine.contract.regions import (
     workspace,
 )
 from models.training.shape import WindowBytes
+
+Firsts = tuple[int, ...]  # of windows, their first tokens
+FOOTPRINTS = 1 << 10  # that are cached: a plan asks for each twice, and samples have like windows
 
 
 class WindowFootprint(NamedTuple):
@@ -101,11 +106,31 @@ def kept_in(training: TrainingProgress, unit: int, device: int) -> tuple[Place, 
     Returns:
         One place; of a unit that offloads one for each window that has gone forward.
     """
-    job_id, sample = training.spec.job_id, training.sample
-    if not offloads(layout_of(training), unit):
+    job_id, layout = training.spec.job_id, layout_of(training)
+    return _kept_in(job_id, layout, unit, dict(_offloaded(training)), device)
+
+
+def _kept_in(
+    job_id: int, layout: TrainingLayout, unit: int, offloaded: Mapping[int, Firsts], device: int
+) -> tuple[Place, ...]:
+    if not offloads(layout, unit):
         return (kept(job_id, unit, device=device),)
-    firsts = () if sample is None else training.windows(sample, unit)
+    firsts = offloaded.get(unit, ())
     return tuple([kept(job_id, unit, device=device, first=first) for first in firsts])
+
+
+def _offloaded(training: TrainingProgress) -> tuple[tuple[int, Firsts], ...]:
+    """The windows of the sample under way that units have offloaded."""
+    sample = training.sample
+    if sample is None or not (away := _away(layout_of(training))):
+        return ()
+    return tuple([(unit, training.windows(sample, unit)) for unit in away])
+
+
+@lru_cache(maxsize=FOOTPRINTS)
+def _away(layout: TrainingLayout) -> tuple[int, ...]:
+    """The units that offload."""
+    return tuple([unit for unit in range(layout.num_units) if offloads(layout, unit)])
 
 
 def windows_of(layout: TrainingLayout) -> WindowBytes:
@@ -137,12 +162,18 @@ def window_footprint(
         device: where it runs.
 
     Returns:
-        The places of the launch.
+        The places of the launch. The policy asks for them, and the check of its plan again.
     """
-    maker = _Maker(piece, training, page, device)
-    if piece.work is Work.UPDATE:
-        return maker.update()
-    return maker.forward() if piece.work is Work.FORWARD else maker.backward()
+    assert piece.layers is not None, "a finetuning launch names its units or chunks"
+    spec, start, away = training.spec, start_of(piece, training), tuple[tuple[int, Firsts], ...]()
+    labels = 0
+    if piece.work is Work.BACKWARD:
+        away = _offloaded(training)
+    elif piece.work is Work.FORWARD and piece.layers.stop == spec.num_units:
+        labels = spec.sample(piece.microbatch).labels(start, start + piece.tokens)
+    total, is_alone = spec.tokens_of(piece.microbatch), spec.microbatches == 1
+    window = _Window(piece.work, piece.layers, piece.tokens, start, total, labels, away)
+    return _footprint(piece.job.job_id, layout_of(training), window, is_alone, page, device)
 
 
 def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
@@ -156,13 +187,24 @@ def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
         Places, held or not: pages, kept activations, here or on the host, and gradients of the
         sample.
     """
-    job_id, layout = training.spec.job_id, layout_of(training)
-    units = range(layout.num_units)
-    chunks = layout.trained_by if training.spec.microbatches > 1 else ()
+    spec, away = training.spec, _offloaded(training)
+    return _sample_places(spec.job_id, layout_of(training), spec.microbatches == 1, away, device)
+
+
+@lru_cache(maxsize=FOOTPRINTS)
+def _sample_places(
+    job_id: int,
+    layout: TrainingLayout,
+    is_alone: bool,
+    offloaded: tuple[tuple[int, Firsts], ...],
+    device: int,
+) -> tuple[Place, ...]:
+    units, chunks = range(layout.num_units), layout.trained_by
     sums = [sample_gradient(job_id, c, device) for c in chunks]
-    if training.spec.microbatches == 1:
-        sums = [gradient(job_id, c, device=device) for c in layout.trained_by]
-    own = [place for u in units for place in kept_in(training, u, device)]
+    if is_alone:
+        sums = [gradient(job_id, c, device=device) for c in chunks]
+    firsts = dict(offloaded)
+    own = [place for u in units for place in _kept_in(job_id, layout, u, firsts, device)]
     away = [on_host(place) for place in own if offloads(layout, place.region.part)]
     return (
         kv_place(job_id, device=device),
@@ -174,7 +216,7 @@ def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
     )
 
 
-def sample_bytes(training: TrainingProgress, page: PageSize, device: int) -> dict[Place, int]:
+def sample_bytes(training: TrainingProgress, page: PageSize, device: int) -> Mapping[Place, int]:
     """Bytes of a job's longest sample, with static buffers (FlexLLM).
 
     Args:
@@ -185,28 +227,68 @@ def sample_bytes(training: TrainingProgress, page: PageSize, device: int) -> dic
     Returns:
         By place: its pages, what its units keep on the device, and the gradient of hidden states.
     """
-    spec, layout = training.spec, layout_of(training)
-    job_id, tokens = spec.job_id, spec.sequence_tokens
+    spec = training.spec
+    return _sample_bytes(spec.job_id, layout_of(training), spec.sequence_tokens, page, device)
+
+
+@lru_cache(maxsize=FOOTPRINTS)
+def _sample_bytes(
+    job_id: int, layout: TrainingLayout, tokens: int, page: PageSize, device: int
+) -> Mapping[Place, int]:
     found = {kv_place(job_id, device=device): page.bytes_for(tokens)}
     for unit, nbytes in enumerate(windows_of(layout).kept):
         if nbytes and unit >= layout.first and not offloads(layout, unit):
             found[kept(job_id, unit, device=device)] = tokens * nbytes
     found[hidden_gradient(job_id, device=device)] = tokens * windows_of(layout).hidden
-    return found
+    return MappingProxyType(found)
+
+
+class _Window(NamedTuple):
+    """What a footprint depends on: the slice, its first token, and the tokens of its sample.
+
+    `labels` are rows with a loss; `offloaded` are windows of the sample that units have offloaded.
+    """
+
+    work: Work
+    units: range
+    tokens: int
+    context: int
+    total: int
+    labels: int = 0
+    offloaded: tuple[tuple[int, Firsts], ...] = ()
+
+
+@lru_cache(maxsize=FOOTPRINTS)
+def _footprint(
+    job_id: int,
+    layout: TrainingLayout,
+    window: _Window,
+    is_alone: bool,
+    page: PageSize,
+    device: int,
+) -> WindowFootprint:
+    maker = _Maker(job_id, layout, window, is_alone, page, device)
+    if window.work is Work.UPDATE:
+        return maker.update()
+    return maker.forward() if window.work is Work.FORWARD else maker.backward()
 
 
 class _Maker:
-    """Names the places of one launch."""
+    """Names the places of one launch; `is_alone`: a step has one sample."""
 
     def __init__(
-        self, piece: Slice, training: TrainingProgress, page: PageSize, device: int
+        self,
+        job_id: int,
+        layout: TrainingLayout,
+        window: _Window,
+        is_alone: bool,
+        page: PageSize,
+        device: int,
     ) -> None:
-        self._piece, self._training, self._page, self._device = piece, training, page, device
-        self._id, self._layout = piece.job.job_id, layout_of(training)
-        self._bytes = windows_of(self._layout)
-        assert piece.layers is not None, "a finetuning launch names its units or chunks"
-        self._units, self._context = piece.layers, start_of(piece, training)
-        self._tokens = piece.tokens
+        self._id, self._layout, self._bytes = job_id, layout, windows_of(layout)
+        self._work, self._units, self._tokens, self._context, self._total, *_ = window
+        self._labels, self._offloaded = window.labels, dict(window.offloaded)
+        self._is_alone, self._page, self._device = is_alone, page, device
 
     def forward(self) -> WindowFootprint:
         """A window forward: its pages grow, and what the units keep; the head makes its loss."""
@@ -224,11 +306,10 @@ class _Maker:
             sizes.append((hidden_gradient(self._id, device=at), end * self._bytes.hidden))
             sizes += self._summed()
         frees = list[Place]()
-        if units.stop == self._layout.num_units:
-            sample = self._training.spec.sample(self._piece.microbatch)
-            if work_bytes := self._bytes.backward.of_loss(sample.labels(self._context, end)):
-                sizes.append((workspace(self._id, device=at), work_bytes))
-                frees.append(workspace(self._id, device=at))
+        if self._labels:
+            work_bytes = self._bytes.backward.of_loss(self._labels)
+            sizes.append((workspace(self._id, device=at), work_bytes))
+            frees.append(workspace(self._id, device=at))
         written = tuple([place for place, _ in sizes])
         before = (kv_place(self._id, device=at),) if self._context else ()
         reads = (*self._weights(), *before)
@@ -237,10 +318,11 @@ class _Maker:
     def backward(self) -> WindowFootprint:
         """A window back: gradients of its units, and of the keys and values before it."""
         at, tokens, units, first = self._device, self._tokens, self._units, self._layout.first
-        total = self._training.spec.tokens_of(self._piece.microbatch)
+        total = self._total
         is_first, is_last = self._context + tokens == total, self._context == 0
         keeps = [u for u in units if self._bytes.kept[u]]
-        own = [place for u in keeps for place in kept_in(self._training, u, at)]
+        given = (self._id, self._layout)
+        own = [place for u in keeps for place in _kept_in(*given, u, self._offloaded, at)]
         comes = [place for place in own if offloads(self._layout, place.region.part)]
         passed, kv = hidden_gradient(self._id, device=at), kv_place(self._id, device=at)
         keys = self._page.count(total) * self._page.tokens
@@ -279,7 +361,7 @@ class _Maker:
                 sizes.append((optimizer(self._id, c, device=at), chunk.optimizer_bytes))
         work = workspace(self._id, device=at)
         work_bytes = max([chunks[c].update_bytes for c in self._units])
-        frees = sums if self._training.spec.microbatches == 1 else []  # else they stay, as states
+        frees = sums if self._is_alone else []  # else they stay, as states
         frees = [*frees, *([work] if work_bytes else [])]
         sizes += [(work, work_bytes)] if work_bytes else []
         written = tuple([place for place, _ in sizes])
@@ -294,7 +376,7 @@ class _Maker:
     def _trained(self) -> Iterable[int]:
         """Chunks to whose gradients these units add; the head adds with its forward."""
         head = self._layout.num_units - 1
-        units = (head,) if self._piece.work is Work.FORWARD else self._units
+        units = (head,) if self._work is Work.FORWARD else self._units
         return dict.fromkeys([c for u in units for c in self._layout.units[u].trained])
 
     def _summed(self) -> list[tuple[Place, int]]:
@@ -304,7 +386,7 @@ class _Maker:
 
     def _sum(self, chunk: int) -> Place:
         """Where gradients of the sample are: in the step's sum, if that has no other sample."""
-        if self._training.spec.microbatches == 1:
+        if self._is_alone:
             return gradient(self._id, chunk, device=self._device)
         return sample_gradient(self._id, chunk, self._device)
 
@@ -313,7 +395,7 @@ class _Maker:
 
     def _added(self) -> list[tuple[Place, int]]:
         """The sums of the step, to which a complete sample is added."""
-        if self._training.spec.microbatches == 1:
+        if self._is_alone:
             return []
         chunks = self._layout.chunks
         return [

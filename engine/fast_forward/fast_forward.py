@@ -109,10 +109,11 @@ class FastForward(PlanReuse):
         return self._standing.running(self._state.jobs.serving)
 
     def reads(self) -> Reads | None:
-        """See PlanReuse."""
+        """See PlanReuse. Where a job trains each step is asked for: no read is noted."""
+        jobs = self._state.jobs
         if self._reads is not None:
-            self._reads.begin(self._state.jobs.jobs, self._state.ledger.open)
-        return self._reads
+            self._reads.begin(jobs.jobs, self._state.ledger.open)
+        return None if jobs.training else self._reads
 
     def leading(self, launch: Compute) -> Leading | None:
         """See PlanReuse."""

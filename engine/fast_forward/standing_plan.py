@@ -128,6 +128,8 @@ class StandingPlan:
             decodes is not None and made.steps == 1
         ):  # a plan of several steps takes memory from no job
             self._part(decodes, plan)
+        if made.steps == 1 and launch.reads:  # what trains reads weights, and stands for nothing
+            return None
         is_led = launch is self._led or (decodes is not None and _leads(decodes, launch))
         if decodes is None or not is_led or (has_cycle and decodes.turns is None):
             decodes = DecodeBatch(self._page)

@@ -54,8 +54,9 @@ class ArrivalQueue:
     def run(self) -> Generator[simpy.Event, Any, None]:
         """The process of the items that arrive by the clock."""
         for item in self._first:
-            if item.arrival_ns > self._env.now:
-                yield simpy.Timeout(self._env, item.arrival_ns - int(self._env.now))
+            wait_ns = item.arrival_ns - int(self._env.now)  # a wall clock moves on between reads
+            if wait_ns > 0:
+                yield simpy.Timeout(self._env, wait_ns)
             self._handed += 1
             self._look_ahead()
             self._hand_over(item, item.arrival_ns)

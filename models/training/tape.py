@@ -17,12 +17,13 @@ PART = -1  # a view of part of the incoming gradient
 
 
 class TapeMeter:
-    """Bytes of the live storages, now and at their peak."""
+    """Bytes of the live storages: now, at their peak, and behind each allocation."""
 
-    __slots__ = ("live_bytes", "peak_bytes")
+    __slots__ = ("history", "live_bytes", "peak_bytes")
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
+        self.history: list[int] = []
 
 
 class Storage:
@@ -39,6 +40,7 @@ class Storage:
         self._meter, self.nbytes = meter, nbytes
         meter.live_bytes += nbytes
         meter.peak_bytes = max(meter.peak_bytes, meter.live_bytes)
+        meter.history.append(meter.live_bytes)
 
     def __del__(self) -> None:
         self._meter.live_bytes -= self.nbytes
@@ -116,6 +118,11 @@ class Tape:
     def peak_bytes(self) -> int:
         """Most bytes live at once, from the beginning or the last restart on."""
         return self._meter.peak_bytes
+
+    @property
+    def history(self) -> Sequence[int]:
+        """Bytes live behind each allocation, in their order."""
+        return self._meter.history
 
     def restart_peak(self) -> None:
         """Makes the present bytes the peak."""

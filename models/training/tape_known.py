@@ -6,8 +6,12 @@ Products and attention return what their forward has kept, so only elementwise w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from models.parameters import layer_name, model_parameters
 from models.spec import DTYPE_BYTES, ModelSpec
@@ -212,7 +216,6 @@ def _table_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     return sum(trained) * DTYPE_BYTES[recipe.dtype]
 
 
-@lru_cache(maxsize=1 << 12)
 def known_backward_bytes(
     spec: ModelSpec, recipe: Recipe, tokens: int, keys: int, copied: bool = True
 ) -> int:
@@ -228,6 +231,34 @@ def known_backward_bytes(
     Returns:
         Bytes at the peak, beside what is kept, sums of gradients, and the gradient that comes in.
     """
+    if keys < tokens:  # the window is not in its sample
+        return max(_played(spec, recipe, tokens, keys, copied))
+    terms = _live_terms(spec, recipe, keys > tokens, copied)
+    return int((terms @ np.array((1, tokens, keys, tokens * keys))).max())
+
+
+@lru_cache(maxsize=64)
+def _live_terms(
+    spec: ModelSpec, recipe: Recipe, is_cut: bool, copied: bool
+) -> npt.NDArray[np.int64]:
+    """Bytes live behind each allocation, as terms of 1, tokens, keys and tokens x keys.
+
+    Each storage has so many bytes per token, per key, and per pair of both, and all windows make
+    and free them in one order. So a few windows tell the terms of all; [terms, 4], each once.
+    """
+    low, high = 16, 32  # any two: keys are more than tokens where a window is cut, else as many
+    sizes = [(t, k) for t in (low, high) for k in (2 * high, 4 * high)]
+    if not is_cut:
+        sizes = [(low, low), (high, high)]
+    known = np.array([(1, t, k, t * k) if is_cut else (1, t) for t, k in sizes])
+    lives = np.array([_played(spec, recipe, *size, copied) for size in sizes])
+    found = np.rint(np.linalg.solve(known, lives)).astype(np.int64).T
+    assert (found @ known.T == lives.T).all(), "bytes grow by whole ones"
+    return np.unique(np.pad(found, ((0, 0), (0, 4 - found.shape[1]))), axis=0)
+
+
+def _played(spec: ModelSpec, recipe: Recipe, tokens: int, keys: int, copied: bool) -> Sequence[int]:
+    """Bytes live behind each allocation of a backward, by a tape."""
     tape = Tape()
     run = KnownForward(tape, spec, recipe, tokens, keys, copied)
     turns = _turns(tape, run)
@@ -237,9 +268,9 @@ def known_backward_bytes(
     run.kept.clear()
     del out
     tape.backward(tape.storage(0))
-    peak = tape.peak_bytes
+    lives = tape.history
     del hidden, turns
-    return peak
+    return lives
 
 
 def _turns(tape: Tape, run: KnownForward) -> tuple[Storage, ...]:

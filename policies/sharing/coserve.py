@@ -7,9 +7,9 @@ a sample holds gives way to keys and values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from engine.contract.job import Job, TrainingProgress, layout_of
 from engine.contract.layout import Mode
@@ -278,7 +278,8 @@ class CoMemory:
 
     def _place(self, piece: Slice, view: View, plan: PlanBuilder) -> None:
         """Writes a launch that finetunes, if there is room for it."""
-        footprint, grows = self._growth(piece, view, plan)
+        lasting = self._lasting(piece, view)
+        footprint, grows = _growth(piece, lasting, view, plan)
         spare = 0 if piece.work is Work.UPDATE else self._headroom_bytes(view)
         for pool, nbytes in _needs(footprint, grows, plan, view.device).items():
             if nbytes and nbytes > plan.room(pool) - (spare if pool[0] is Tier.GPU else 0):
@@ -294,23 +295,9 @@ class CoMemory:
             plan.launch(op)
         for place in footprint.goes:
             plan.move(place, on_host(place))
-        lasting = self._lasting(piece, view)
         for place in footprint.frees:
             if place not in lasting:
                 plan.free(place)
-
-    def _growth(
-        self, piece: Slice, view: View, plan: PlanBuilder
-    ) -> tuple[WindowFootprint, list[Grow]]:
-        """The footprint of a launch, and what grows for it."""
-        training = piece.job.training
-        assert training is not None
-        footprint = window_footprint(piece, training, view.page, view.device)
-        sizes = dict(footprint.sizes)
-        for place, nbytes in self._lasting(piece, view).items():
-            sizes[place] = max(nbytes, sizes.get(place, 0))
-        lacks = [(place, nbytes - plan.held(place)) for place, nbytes in sizes.items()]
-        return footprint, [Grow(place, nbytes) for place, nbytes in lacks if nbytes > 0]
 
     def _lasting(self, piece: Slice, view: View) -> Mapping[Place, int]:
         """Bytes of the places that a job keeps to its end."""
@@ -329,7 +316,7 @@ class CoMemory:
         """OutOfMemory where a launch finds no room although nothing else holds any."""
         training = piece.job.training
         assert training is not None
-        footprint, grows = self._growth(piece, view, plan)
+        footprint, grows = _growth(piece, self._lasting(piece, view), view, plan)
         modes = {unit.mode for unit in layout_of(training).units[1:-1]}
         found = {
             Remedy.SHORTER_SEQUENCES: True,
@@ -378,6 +365,50 @@ def joins(piece: Slice) -> bool:
     return piece.work is Work.FORWARD and training.spec.recipe.lora_rank is not None
 
 
+def _growth(
+    piece: Slice, lasting: Mapping[Place, int], view: View, plan: PlanBuilder
+) -> tuple[WindowFootprint, list[Grow]]:
+    """The footprint of a launch, and what grows for it; `lasting`: bytes that a job keeps."""
+    training = piece.job.training
+    assert training is not None
+    footprint = window_footprint(piece, training, view.page, view.device)
+    sizes: Iterable[tuple[Place, int]] = footprint.sizes
+    if lasting:
+        largest = dict(sizes)
+        for place, nbytes in lasting.items():
+            largest[place] = max(nbytes, largest.get(place, 0))
+        sizes = largest.items()
+    lacks = [(place, nbytes - plan.held(place)) for place, nbytes in sizes]
+    return footprint, [Grow(place, nbytes) for place, nbytes in lacks if nbytes > 0]
+
+
+class Without(Mapping[Place, int]):
+    """Bytes of all places but some.
+
+    Args:
+        whole: bytes by place.
+        left_out: places that are not shown.
+    """
+
+    def __init__(self, whole: Mapping[Place, int], left_out: Set[Place]) -> None:
+        self._whole, self._left_out = whole, left_out
+
+    def __getitem__(self, place: Place) -> int:
+        if place in self._left_out:
+            raise KeyError(place)
+        return self._whole[place]
+
+    def get(self, place: Place, default: Any = None) -> Any:
+        """Bytes of a place; the default where it holds none, or is not shown."""
+        return default if place in self._left_out else self._whole.get(place, default)
+
+    def __iter__(self) -> Iterator[Place]:
+        return (place for place in self._whole if place not in self._left_out)
+
+    def __len__(self) -> int:
+        return sum([1 for _ in self])
+
+
 class HeldSamples:
     """What samples under way hold, which is room for serving.
 
@@ -410,18 +441,16 @@ class HeldSamples:
         Returns:
             A view without samples, and a builder that has room made where a pool lacks it.
         """
-        side = side_of(view, trains=False)
         if not self._jobs:
-            return side, plan
+            return side_of(view, trains=False), plan
         own = {place: plan.held(place) for _, places in self._jobs for place in places}
         nbytes = Counter[Pool]()
         for place, size in own.items():
             nbytes[place.pool] += size
         free = dict(view.free_bytes) | {p: view.free_bytes[p] + n for p, n in nbytes.items()}
-        held = {place: size for place, size in view.held_bytes.items() if place not in own}
-        shown = replace(side, held_bytes=held, free_bytes=free)
+        shown = replace(view, held_bytes=Without(view.held_bytes, own.keys()), free_bytes=free)
         share = {pool: plan.room(pool) + count for pool, count in nbytes.items()}
-        return shown, plan.within(share, self._make_room)
+        return side_of(shown, trains=False), plan.within(share, self._make_room)
 
     def give_way_to(self, job: Job) -> None:
         """Has the sample of the last job begin anew, if that came behind another.

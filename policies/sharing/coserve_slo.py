@@ -16,7 +16,7 @@ from policies.sharing.coserve import due_update, first_with_work, joins, units_b
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 
-Fits = Callable[[int], bool]
+Quote = Callable[[int], float]  # of a window of so many tokens, in ns
 
 
 @dataclass(frozen=True)
@@ -121,23 +121,6 @@ class CoServeSlo:
             return self.idle_s * 1e9
         return (1 - self.margin) * self.slo_s * 1e9
 
-    def quoted_ns(self, cost: Cost, profile: Profile, slices: tuple[Slice, ...]) -> float:
-        """The quoted duration of a launch, corrected by how long others of its kind took.
-
-        Args:
-            cost: gives quotes.
-            profile: compares the newest launches with their quotes.
-            slices: of the launch.
-
-        Returns:
-            Nanoseconds.
-        """
-        quoted_ns, last = cost.op_ns(Compute(slices)), slices[-1]
-        if not self.corrects:
-            return quoted_ns
-        work = None if last.job.training is None else last.work
-        return quoted_ns * (profile.quote_ratio(work) or 1.0)
-
     # ---- tokens that are due
     def _due_ns(self, view: View) -> float:
         """When the first token is due that no step has issued yet; inf where none is."""
@@ -166,12 +149,39 @@ class CoServeSlo:
         ahead = [op for op in launches if op.slices[0].work is not Work.BACKWARD]
         quoted_ns = 0.0
         for op in ahead:
-            quoted_ns += self.quoted_ns(cost, view.profile, op.slices)
+            ratio = correction(view.profile, op.slices) if self.corrects else 1.0
+            quoted_ns += cost.op_ns(op) * ratio
         if len(ahead) == len(launches):
             return quoted_ns
         due_ns = min([self._token_due_ns(job, view, -1) for job in view.serving], default=inf)
         most_ns = due_ns - view.now_ns if due_ns < inf else self.limit_ns(serves=True)
         return max(quoted_ns, most_ns)
+
+
+def work_of(slices: tuple[Slice, ...]) -> Work | None:
+    """The kind under which a launch is compared with its quote.
+
+    Args:
+        slices: of a launch; a window comes last.
+
+    Returns:
+        The work of its window; None where it only serves.
+    """
+    last = slices[-1]
+    return None if last.job.training is None else last.work
+
+
+def correction(profile: Profile, slices: tuple[Slice, ...]) -> float:
+    """What a quote is multiplied by: how long the newest launches of its kind took beside theirs.
+
+    Args:
+        profile: compares launches with their quotes.
+        slices: of the launch.
+
+    Returns:
+        A factor; 1 while there is no such launch.
+    """
+    return profile.quote_ratio(work_of(slices)) or 1.0
 
 
 def _begins_answer(piece: Slice) -> bool:
@@ -194,6 +204,7 @@ class _Step:
     ) -> None:
         self._settings, self._job, self._serves = settings, job, serves
         self._cost, self._profile, self._limit_ns = cost, profile, limit_ns
+        self._ratios: dict[Work | None, float] = {}  # measured over quoted, by work
 
     def slices(self) -> tuple[Slice, ...]:
         """The update that is due, and a window forward or back that there is time for."""
@@ -220,20 +231,19 @@ class _Step:
         used = sum([piece.tokens for piece in self._serves])
 
         is_fused = self._settings.fused and joins(window)
-        left_ns = self._limit_ns
-        if self._serves and not is_fused:
-            left_ns -= self._ns(*self._serves)
+        beside = self._serves if is_fused else ()
+        left_ns = self._limit_ns - (0 if is_fused else self._ns(*self._serves))
 
-        def fits(tokens: int) -> bool:
-            own = window._replace(tokens=tokens)
-            return self._ns(*(self._serves if is_fused else ()), own) <= left_ns
+        def quote(tokens: int) -> float:
+            own = (window._replace(tokens=tokens),) if tokens else ()
+            return self._ns(*beside, *own)
 
         most = min(window.tokens, self._settings.token_budget - used)
-        return self._longest(most, window.tokens, fits)
+        return self._longest(most, window.tokens, quote, left_ns)
 
     def _backward(self, window: Slice, below: int) -> Slice | None:
         """The window back: of its unit and as many below as there is time for, or a part of it."""
-        served_ns = self._ns(*self._serves) if self._serves else 0
+        served_ns = self._ns(*self._serves)
         left_ns, own_ns = self._limit_ns - served_ns, self._ns(window)
         if own_ns <= left_ns:
             count = min(below, int(left_ns / own_ns) - 1) if own_ns else below
@@ -241,10 +251,12 @@ class _Step:
                 count -= 1
             return self._down(window, count)
 
-        def fits(tokens: int) -> bool:
-            return self._ns(window._replace(tokens=tokens)) <= left_ns
+        def quote(tokens: int) -> float:
+            if tokens == window.tokens:
+                return own_ns
+            return self._ns(window._replace(tokens=tokens)) if tokens else 0
 
-        tokens = self._longest(window.tokens, window.tokens, fits)
+        tokens = self._longest(window.tokens, window.tokens, quote, left_ns)
         return window._replace(tokens=tokens) if tokens else None
 
     def _down(self, window: Slice, below: int) -> Slice:
@@ -252,24 +264,42 @@ class _Step:
         assert window.layers is not None, "a backward names its units"
         return window._replace(layers=range(window.layers.start - below, window.layers.stop))
 
-    def _longest(self, most: int, whole: int, fits: Fits) -> int:
-        """The longest window of at most so many tokens that fits, by bisection.
+    def _longest(self, most: int, whole: int, quote: Quote, limit_ns: float) -> int:
+        """The longest window of at most so many tokens that is quoted within the limit.
 
-        A step that serves nothing takes the shortest one, whether it fits or not.
+        A quote takes long, and grows by nearly as much with each token: the search looks where the
+        line through the nearest quotes meets the limit. A step that serves nothing takes the
+        shortest window, whether it fits or not.
         """
         if most <= 0:
             return 0
-        if most == whole and fits(whole):
-            return whole
         multiple = self._settings.multiple
-        low, high = 0, most // multiple + 1  # in multiples: `low` fits, `high` does not
+        top = whole if most == whole else most // multiple * multiple
+        if top and (top_ns := quote(top)) <= limit_ns:
+            return top
+        low, high = 0, -(-top // multiple)  # in multiples: `low` fits, `high` does not
+        if high > 1:
+            below, above = (0.0, quote(0)), (top / multiple, top_ns)
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle * multiple) else (low, middle)
+            share = (limit_ns - below[1]) / (above[1] - below[1]) if above[1] > below[1] else 0.5
+            middle = int(below[0] + share * (above[0] - below[0]))
+            middle = min(max(middle, low + 1), high - 1)
+            ns = quote(middle * multiple)
+            if ns <= limit_ns:
+                low, below = middle, (middle, ns)
+            else:
+                high, above = middle, (middle, ns)
         if not low and not self._serves:
             return min(most, multiple)
         return low * multiple
 
     def _ns(self, *slices: Slice) -> float:
-        """The quoted duration of a launch, see CoServeSlo."""
-        return self._settings.quoted_ns(self._cost, self._profile, slices)
+        """The quoted duration of a launch, corrected by how long others of its kind took."""
+        if not slices:
+            return 0
+        quoted_ns, work = self._cost.op_ns(Compute(slices)), work_of(slices)
+        if not self._settings.corrects:
+            return quoted_ns
+        if work not in self._ratios:
+            self._ratios[work] = correction(self._profile, slices)
+        return quoted_ns * self._ratios[work]

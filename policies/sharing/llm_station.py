@@ -11,6 +11,7 @@ from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
 from engine.contract.view import View
 from policies.sharing.coserve import due_update, first_with_work
+from policies.sharing.coserve_slo import correction
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 
@@ -107,11 +108,8 @@ class LlmStation:
     def _ns(self, view: View, *slices: Slice) -> float:
         """The quoted duration of a launch, corrected by how long others of its kind took."""
         assert view.cost is not None
-        quoted_ns, last = view.cost.op_ns(Compute(slices)), slices[-1]
-        if not self.corrects:
-            return quoted_ns
-        work = None if last.job.training is None else last.work
-        return quoted_ns * (view.profile.quote_ratio(work) or 1.0)
+        ratio = correction(view.profile, slices) if self.corrects else 1.0
+        return view.cost.op_ns(Compute(slices)) * ratio
 
     def _next(self, job: Job) -> tuple[tuple[Slice, ...], Slice | None]:
         """The update that is due, and the next tasklet if its sample is there."""

@@ -11,13 +11,14 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from engine.contract.executor import Launch, Piece, ServedLaunches
+from engine.contract.executor import Launch, Pieces, ServedLaunches
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
 from engine.contract.progress import context_of
 from engine.contract.regions import Place, Pool, Tier, Work, kv_place
 from models.spec import ModelSpec
 from sim.cost.launch_shape import (
     compute_of,
+    context_in,
     finetunes,
     forward_shape,
     prompts_of,
@@ -307,9 +308,7 @@ class ShapePriced(LaunchCost):
         Raises:
             ValueError: the cost has no price for finetuning.
         """
-        pairs = zip(compute_of(launch).slices, launch.pieces, strict=True)
-        starts = {id(own): piece.context_tokens for own, piece in pairs}
-        windows = [window_of(piece, starts[id(piece)], self.model) for piece in training]
+        windows = [window_of(own, context_in(launch, own), self.model) for own in training]
         if training[0].work is Work.BACKWARD:
             return sum([self.back_ns(window) for window in windows])
         labels = sum([window.labels for window in windows])
@@ -512,10 +511,13 @@ class PolicyCost:
             return self.launch_ns(Launch(op, nbytes=self.nbytes(op.src)))
         if isinstance(op, Collective):
             return self.launch_ns(Launch(op, nbytes=op.nbytes))
-        pieces = tuple(
-            Piece(s.job.job_id, s.tokens, context_of(s), s.tokens == left, ())
-            for s in op.slices
-            for left in (s.job.remaining_tokens,)
+        slices = op.slices
+        pieces = Pieces(
+            tuple([s.job.job_id for s in slices]),
+            tuple([s.tokens for s in slices]),
+            tuple([context_of(s) for s in slices]),
+            tuple([s.tokens == s.job.remaining_tokens for s in slices]),
+            ((),) * len(slices),
         )
         return self.launch_ns(Launch(op, pieces=pieces))
 

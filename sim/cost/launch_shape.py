@@ -163,6 +163,23 @@ def training_slices(launch: Launch) -> Sequence[Slice]:
     return found
 
 
+def context_in(launch: Launch, piece: Slice) -> int:
+    """The tokens before a slice of a launch.
+
+    Args:
+        launch: a Compute with one piece per slice.
+        piece: one of its slices.
+
+    Returns:
+        Tokens in KV, or in the sample of a finetuning job.
+    """
+    slices, pieces = compute_of(launch).slices, launch.pieces
+    at = len(slices) - 1 if slices[-1] is piece else slices.index(piece)  # windows come last
+    if isinstance(pieces, Pieces):
+        return int(pieces.contexts[at])
+    return pieces[at].context_tokens
+
+
 def finetunes(training: Sequence[Slice]) -> bool:
     """Whether training slices are those of a job that finetunes.
 

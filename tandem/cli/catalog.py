@@ -105,15 +105,22 @@ def merged(node: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(node: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """A node of a group whose values that name another value of it, `${GROUP.KEY}`, are that."""
+    """A node of a group whose values that name another value of it, `${GROUP.KEY}`, are that.
+
+    Values that name one of another group are left out.
+    """
+    own = f"${{{group}."
 
     def value_of(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: value_of(inner) for key, inner in value.items()}
-        named = isinstance(value, str) and value.startswith(f"${{{group}.") and value.endswith("}")
-        return node.get(value[len(group) + 3 : -1]) if named else value
+            return {key: value_of(inner) for key, inner in value.items() if not is_foreign(inner)}
+        is_named = isinstance(value, str) and value.startswith(own) and value.endswith("}")
+        return node.get(value[len(own) : -1]) if is_named else value
 
-    return {key: value_of(value) for key, value in node.items()}
+    def is_foreign(value: Any) -> bool:
+        return isinstance(value, str) and value.startswith("${") and not value.startswith(own)
+
+    return dict(value_of(node))
 
 
 def is_comment(line: str) -> bool:

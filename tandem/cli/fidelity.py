@@ -27,8 +27,10 @@ Loads are shares of the capacity, which is measured: the throughput of all reque
 load the judged requests are measured --reruns times, in turns with replays of synthetic requests
 that the profile is fitted to, and are predicted with that profile. Bars of the medians: throughput
 2 %, mean TPOT and E2E 5 % (or the spread of reruns, up to 10 %), peak KV 3 %, mean TTFT 10 % up to
-50 % load. Leave the machine alone meanwhile. What was interrupted goes on with its command and
---out DIR; loads and reruns may be added there. Exit status 1 where a bar fails."""
+50 % load; where a job finetunes beside them (policy=coserve training=finetune), its tokens per
+second 5 % and the peak of the device's memory 3 %. The capacity is that of serving alone. Leave the
+machine alone meanwhile. What was interrupted goes on with its command and --out DIR; loads and
+reruns may be added there. Exit status 1 where a bar fails."""
 MEASURED = ("cpu", "cuda")
 REPLAYS = 2  # of the first calibration; more follow between the runs
 # Of the measuring backend, where it has such a setting and the command gives none.
@@ -50,6 +52,7 @@ class JudgedWorkload:
     loads: tuple[float, ...]
     reruns: int
     config_dir: str | None = None
+    finetunes: bool = False  # beside what it serves
 
     @property
     def measuring(self) -> list[str]:
@@ -61,9 +64,13 @@ class JudgedWorkload:
         """Whether time is counted in reference works, whose nominal times the profile has."""
         return f"backend.reference_ns={ASIDE['reference_ns']}" in self.backend
 
-    def at(self, rate: float) -> tuple[str, ...]:
-        """Settings of both sides at a rate in requests/s."""
-        return (*self.settings, f"arrival.rate={rate}")
+    def at(self, rate: float, calibration: Path | None = None) -> tuple[str, ...]:
+        """Settings of both sides at a rate in requests/s.
+
+        Policies that finetune by predicted durations are quoted those of `calibration` on both.
+        """
+        quoted = [f"quoted_profile={calibration}"] if self.finetunes and calibration else []
+        return (*self.settings, f"arrival.rate={rate}", *quoted)
 
 
 def main(words: Sequence[str]) -> int:
@@ -96,6 +103,7 @@ def workload_of(
 ) -> JudgedWorkload:
     """What a command asks for, checked before anything is measured. Usage in one line."""
     from tandem.config.compose import composed
+    from tandem.wiring.profile import finetunes
     from tandem.wiring.run_spec import run_spec_of
 
     shares = loads_of(loads)
@@ -107,12 +115,13 @@ def workload_of(
     backend = [word for word in words if word not in settings]
     if not any(word.startswith("backend=") for word in backend):
         backend.insert(0, "backend=cpu")
-    config = composed([*settings, *backend], config_dir).config
-    _check_config(config)
+    point = composed([*settings, *backend], config_dir)
+    config, is_beside = point.config, finetunes(point)
+    _check_config(config, is_beside)
     given = {word.partition("=")[0] for word in backend}
     aside = {f"backend.{key}": value for key, value in ASIDE.items() if key in config["backend"]}
     backend += [f"{key}={value}" for key, value in aside.items() if key not in given]
-    workload = JudgedWorkload(settings, tuple(backend), shares, reruns, config_dir)
+    workload = JudgedWorkload(settings, tuple(backend), shares, reruns, config_dir, is_beside)
     run_spec_of(composed(workload.at(1.0), config_dir))  # what is wrong is told before all work
     return workload
 
@@ -129,15 +138,21 @@ def _check_word(word: str) -> None:
         raise Usage(f"{word}: tandem fidelity judges one workload; give one value")
     if key == "arrival.rate":
         raise Usage(f"{word}: the rate follows from --load and the capacity; leave it out")
-    if key == "profile":
+    if key in ("profile", "quoted_profile"):
         raise Usage(f"{word}: tandem fidelity calibrates a profile of its own; leave it out")
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
-    """Usage where the configuration is not one of serving on one device at a rate."""
+def _check_config(config: Mapping[str, Any], is_beside: bool) -> None:
+    """Usage where the configuration is not one of serving on one device at a rate.
+
+    `is_beside`: a job finetunes beside what is served.
+    """
     arrival = config["arrival"]
-    if config["training"].get("_target_") is not None:
-        raise Usage("training: tandem fidelity judges serving alone; leave training out")
+    if config["training"].get("_target_") is not None and not is_beside:
+        raise Usage(
+            "training: tandem fidelity judges serving, alone or beside a job that finetunes; "
+            "leave training out, or take training=finetune"
+        )
     if config["trace"].get("_target_", "") is None:
         raise Usage("trace=none: there is nothing to serve; name a trace")
     if arrival.get("_target_") is None or "rate" not in arrival:
@@ -227,7 +242,8 @@ def measured(workload: JudgedWorkload, root: Path) -> Fidelity:
         for share in workload.loads:
             name, rate = f"{100 * share:g} %", share * capacity
             folder = root / f"load-{100 * share:g}"
-            case = protocol.Case(name, workload.at(rate), folder, profile, workload.config_dir)
+            settings = workload.at(rate, profile)
+            case = protocol.Case(name, settings, folder, profile, workload.config_dir)
             done = protocol.reruns(case, backend, workload.reruns, tell)
             load = load_of(name, share, rate, done, workload.reruns)
             fidelity = Fidelity(capacity, (*fidelity.loads, load), *discarded)
@@ -308,11 +324,13 @@ def plan_of(workload: JudgedWorkload) -> list[PlannedWork]:
         sum(request.output_tokens for request in drawn(spec.spec.max_positions, 0)) / tokens
         for drawn in (synthetic_requests, synthetic_stream)
     )
-    duration_s, busy_s = _simulated(workload, "arrival=all_at_once")
+    duration_s, busy_s = _simulated(workload, "arrival=all_at_once", is_alone=True)
+    _, beside_s = _simulated(workload, "arrival=all_at_once") if workload.finetunes else (0, busy_s)
     capacity, run_s = len(spec.requests) / duration_s, SLOWER * busy_s
+    replay_s = at_once * SLOWER * beside_s + STARTS_S
     works = [
         PlannedWork("calibration: shapes", 1, GRID_S),
-        PlannedWork("calibration: replays", REPLAYS + REPLAYS // 2, at_once * run_s + STARTS_S),
+        PlannedWork("calibration: replays", REPLAYS + REPLAYS // 2, replay_s),
         PlannedWork("capacity: all requests at once", 1, run_s + STARTS_S),
     ]
     for share in workload.loads:
@@ -327,13 +345,20 @@ def plan_of(workload: JudgedWorkload) -> list[PlannedWork]:
     return works
 
 
-def _simulated(workload: JudgedWorkload, arrival: str) -> tuple[float, float]:
-    """Seconds that the judged requests last by the roofline, and those of all their launches."""
+def _simulated(
+    workload: JudgedWorkload, arrival: str, is_alone: bool = False
+) -> tuple[float, float]:
+    """Seconds that the judged requests last by the roofline, and those of all launches.
+
+    `is_alone`: without a job that finetunes beside them.
+    """
     from analysis.metrics import summary
-    from tandem.fidelity.protocol import run
+    from tandem.fidelity.protocol import run, serving_alone
 
     is_other = arrival.startswith("arrival=")
-    kept = [word for word in workload.settings if not (is_other and word.startswith(ARRIVAL))]
+    words: Sequence[str] = workload.settings
+    words = serving_alone(words, workload.config_dir) if is_alone else words
+    kept = [word for word in words if not (is_other and word.startswith(ARRIVAL))]
     with tempfile.TemporaryDirectory() as folder:
         done = run([*kept, arrival], Path(folder) / "run", config_dir=workload.config_dir)
     steps = done.steps[done.steps["lane"].eq("compute")]
@@ -357,24 +382,24 @@ def told_plan(works: Sequence[PlannedWork]) -> str:
 
 def told(fidelity: Fidelity) -> str:
     """A table per load, each rerun, and the verdict."""
-    from analysis.fidelity import JUDGED, figure_name, judgement, percent_of, shown
+    from analysis.fidelity import figure_name, judgement, percent_of, shown
     from analysis.pages.fidelity_page import headline
 
     lines = [f"capacity {fidelity.capacity:.4g} requests/s"]
     for load in fidelity.loads:
         lines += ["", f"load {load.name}: {load.rate:.4g} requests/s"]
         lines.append(_line("", ("measured", "median error", "worst rerun", "spread", "bar")))
-        for figure in JUDGED:
+        for figure in load.figures:
             if (row := load.row(figure)) is not None:
                 cells = [shown(figure, row["measured"])]
                 cells += [percent_of(row[key]) for key in ("error", "worst_rerun")]
                 cells += [percent_of(row[key], signed=False) for key in ("rerun_iqr", "bar")]
                 lines.append(f"{_line(figure_name(figure), cells)}  {judgement(row['used'])}")
-        lines.append(_line("rerun", ("drift", *map(figure_name, JUDGED))))
+        lines.append(_line("rerun", ("drift", *map(figure_name, load.figures))))
         for number, rows in load.reruns.groupby("rerun"):
             errors, first = rows.set_index("figure")["error"], rows.iloc[0]
             cells = [percent_of(first["moved"], signed=False)]
-            cells += [percent_of(errors.get(figure)) for figure in JUDGED]
+            cells += [percent_of(errors.get(figure)) for figure in load.figures]
             lines.append(_line(str(number), cells) + ("" if first["counts"] else "  discarded"))
     return "\n".join([*lines, "", headline(fidelity)])
 

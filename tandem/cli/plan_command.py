@@ -36,6 +36,7 @@ from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of, training_space
 from tandem.wiring.training import Trainee, planner_of
 from tandem.wiring.workload import is_nothing
+from traces.serving.request import Sample
 
 LATE = 0.03  # as far as a steady machine moves
 STEPS = 3  # simulated: a warm-up, one that finds memory as it left it, and one that has settled
@@ -152,9 +153,19 @@ def _simulated(run_spec: RunSpec, cost: LaunchCost) -> Run:
 def _short(run_spec: RunSpec) -> RunSpec:
     def few(trainee: Trainee) -> Trainee:
         job = trainee.job
-        return replace(trainee, job=replace(job, num_steps=min(job.num_steps, STEPS)))
+        few_steps = replace(job, num_steps=min(job.num_steps, STEPS))
+        return replace(trainee, job=replace(few_steps, samples=_longest_first(job.samples)))
 
     return replace(run_spec, trainees=tuple(few(trainee) for trainee in run_spec.trainees))
+
+
+def _longest_first(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The samples with the longest one before all others: it decides whether a job fits."""
+    lengths = [sample.tokens for sample in samples]
+    at = lengths.index(max(lengths)) if lengths else 0
+    moved = [*samples[at : at + 1], *samples[:at], *samples[at + 1 :]]
+    rows = zip(moved, samples, strict=True)
+    return tuple([own._replace(release_ns=there.release_ns) for own, there in rows])
 
 
 # ---- the command

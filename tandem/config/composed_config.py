@@ -41,6 +41,7 @@ class ComposedConfig:
 
 PATHS = (
     "profile",
+    "quoted_profile",
     "model.path",
     "replayed",
     "cache",

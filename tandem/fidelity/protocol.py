@@ -36,7 +36,14 @@ from tandem.sweeps.point import point_key
 from tandem.wiring.cost import profile_hash
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import OK, running_folder, status_of
-from tandem.wiring.profile import FITTED, calibrate, fitted_replay, is_steady, refitted
+from tandem.wiring.profile import (
+    FITTED,
+    calibrate,
+    finetunes,
+    fitted_replay,
+    is_steady,
+    refitted,
+)
 
 ATTEMPTS = 6  # measured runs per accepted one, at the most
 # Files of a profile, without its replays.
@@ -44,6 +51,8 @@ GRID = ("profile.json", "steps.parquet", "holdout.parquet", "hashes.json")
 POINT = ".point"  # file beside a run, with the hash of its point
 PACE = "backend.reference_ns="
 PREDICTED = "predicted"  # folder of a case's prediction
+# Words that choose what trains beside requests, and how it is laid out.
+TRAINS = ("training=", "training.", "training/", "planner=", "planner.")
 
 Tell = Callable[[str], None]  # hears of each piece of work once it is done
 
@@ -158,12 +167,21 @@ def capacity(
 ) -> float:
     """Requests per second with all requests at once, measured; `replaces` as in `run`.
 
-    Settings of other arrivals are left out. The drain is included, so a steady stream of this rate
-    can be served.
+    Settings of other arrivals are left out, and a job that finetunes: the capacity is that of
+    serving. The drain is included, so a steady stream of this rate can be served.
     """
-    kept = [word for word in settings if not word.lstrip("+").startswith(("arrival=", "arrival."))]
+    alone = serving_alone(settings, config_dir)
+    kept = [word for word in alone if not word.lstrip("+").startswith(("arrival=", "arrival."))]
     done = run((*kept, *backend, "arrival=all_at_once"), folder, replaces, config_dir)
     return float(summary(done)["request_throughput"])
+
+
+def serving_alone(settings: Sequence[str], config_dir: str | None = None) -> list[str]:
+    """The settings without a job that finetunes: its policy then serves by its rules, alone."""
+    if not finetunes(composed([*settings], config_dir)):
+        return [*settings]
+    kept = [word for word in settings if not word.lstrip("+~").startswith(TRAINS)]
+    return [*kept, "training=none", "planner=none"]
 
 
 def steady_capacity(

@@ -176,7 +176,7 @@ def engine_of(run_spec: RunSpec, backend: Backend, recorder: Recorder | None = N
         depth=run_spec.depth,
         forced=run_spec.decoding.forced,
         layout=run_spec.room.layout,
-        cost=PolicyCost(run_spec.cost, held_bytes, run_spec.quote_pace),
+        cost=PolicyCost(run_spec.quotes, held_bytes, run_spec.quote_pace),
         recorder=recorder or Recorder(backend.meter),
         returns_memory=not run_spec.is_replay,
     )
@@ -208,7 +208,7 @@ def provenance_of(point: ComposedConfig, run_spec: RunSpec) -> dict[str, Any]:
         "model": run_spec.spec.name,
         "device": run_spec.device.name,
         "cost_form": run_spec.durations.form if is_predicted else "measured",
-        "quoted_cost_form": run_spec.cost.form,  # what policies are told that operations take
+        "quoted_cost_form": run_spec.quotes.form,  # what policies are told that operations take
         "cost_provenance": run_spec.cost.provenance,
         "profile_hash": profile_hash(point.config["profile"]),
         "replicas": run_spec.replicas,

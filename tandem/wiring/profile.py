@@ -234,8 +234,9 @@ def _replay(
         changed["arrival"] = {"_target_": "traces.serving.arrivals.AllAtOnce"}
     write_trace(trace, drawn, {"source": "made up by tandem/wiring/workload.py", "seed": seed})
     changed["backend"] = {**config["backend"], "workspace_every": 0}  # only times are of use
-    if finetunes(point):  # on other samples, too
-        recipe = {**config["training"]["recipe"], "seed": seed}
+    if finetunes(point):  # on other samples than those of the configuration's seed, too
+        recipe = config["training"]["recipe"]
+        recipe = {**recipe, "seed": int(recipe["seed"]) + 1 + number}
         changed["training"] = {**config["training"], "recipe": recipe}
     run_experiment(replace(point, config={**config, **changed}), folder / name)
 

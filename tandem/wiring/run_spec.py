@@ -60,9 +60,16 @@ class RunSpec:
         """Whether what finetunes runs on a compute lane beside that of serving."""
         return traits_of(self.policy).two_lanes
 
+    quoted_cost: LaunchCost | None = None  # what they are quoted; None: `cost`
+
+    @property
+    def quotes(self) -> LaunchCost:
+        """The durations that policies are quoted, but for their pace."""
+        return self.quoted_cost or self.cost
+
     @property
     def durations(self) -> LaunchCost:
-        """The cost that a simulation takes, scaled; policies are quoted `cost` as it is."""
+        """The cost that a simulation takes, scaled; policies are quoted `quotes` as they are."""
         return scaled(self.cost, self.ratios)
 
     @property
@@ -114,18 +121,19 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         check_jobs(log_path(config), policy.log, ids)
     page = PageSize.of(spec, page_tokens)
     cost = cost_of(config, device, spec, page, group)
+    quoted = quoted_cost_of(config, device, spec, page, group)
     if requests and config["backend"]["name"] == "sim" and not cost.serves:
         raise ValueError(
             f"profile={config['profile']} was calibrated with training alone: it has no prices for "
             "what is served; take another, or none (profile=null)"
         )
     room = _room(config, device, spec, page, requests, trainees, policy, replicas)
-    quoted = PolicyCost(cost, _nothing)
+    shown = PolicyCost(quoted or cost, _nothing)
     left_bytes = dict(room.capacity_bytes)
     if finetunes := any([trainee.job.finetunes for trainee in trainees]):
         for place, nbytes in room.layout.places.items():
             left_bytes[place.pool] -= nbytes
-    planned = laid_out(config, builder, trainees, left_bytes, quoted, policy)
+    planned = laid_out(config, builder, trainees, left_bytes, shown, policy)
     if finetunes and requests:
         budget, _ = _space(config, device)
         check_states(budget, room, planned, requests, policy)
@@ -150,6 +158,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         ratios=_ratios(config),
         quote_pace=_quote_factor(config),
         lane_share=_lane_share(config),
+        quoted_cost=quoted,
     )
 
 
@@ -332,6 +341,15 @@ def cost_of(
 
     cost = read_cost(path, spec, device, page)
     return cost if pace == 1 else cost.scaled(pace, "pace")
+
+
+def quoted_cost_of(
+    config: Mapping[str, Any], device: Device, spec: ModelSpec, page: PageSize, group: Group
+) -> LaunchCost | None:
+    """Tables of the profile that policies are quoted; None where it is that of the run."""
+    if (path := config.get("quoted_profile")) is None:  # earlier versions' runs have none
+        return None
+    return cost_of({**config, "profile": path, "pace": 1.0}, device, spec, page, group)
 
 
 def _space(config: Mapping[str, Any], device: Device) -> tuple[Budget, Device]:

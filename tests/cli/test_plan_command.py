@@ -15,6 +15,7 @@ from tandem.cli.plan_command import (
     PRECISION,
     Need,
     PlannedPoint,
+    _longest_first,
     max_layers,
     min_memory,
     plan_points,
@@ -25,6 +26,7 @@ from tandem.cli.terminal import largest_model_by_rest
 from tandem.config.compose import composed
 from tandem.config.composed_config import ComposedConfig
 from tandem.sweeps.grid import grid_of
+from traces.serving.request import Sample
 
 SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32")
 ZERO3 = (*SMALL, "policy=zero3_offload", "budget.device_bytes=4000000")
@@ -238,3 +240,11 @@ def test_where_warm_up_has_no_room_for_chunks_the_min_budget_is_of_the_device() 
     assert refused.value.pool == (Tier.GPU, 0)
     told = told_min_budget(point, refused.value)
     assert told.startswith("fits from: budget.device_bytes=") and told.count("budget.") == 1
+
+
+def test_a_finetuning_job_is_planned_with_its_longest_sample_first() -> None:
+    """Its memory decides, wherever it comes; times of release stay as they are."""
+    samples = [Sample(5, 1, 10), Sample(9, 2, 20), Sample(7, 3, 30)]
+    found = _longest_first(samples)
+    assert found == (Sample(9, 2, 10), Sample(5, 1, 20), Sample(7, 3, 30))
+    assert _longest_first(()) == ()

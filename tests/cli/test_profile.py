@@ -24,6 +24,7 @@ from tandem.wiring.cost import COST, device_facts, read_cost
 from tandem.wiring.profile import AGAIN, calibrate, fitted_replay, is_steady, judged, replayed_count
 from tandem.wiring.run_spec import run_spec_of
 from tandem.wiring.workload import SESSIONS, synthetic_requests, synthetic_stream
+from tests.laws.test_faults import profiled
 from tests.support.hand_made import TINY
 from traces.files import seal
 
@@ -185,6 +186,37 @@ def test_a_stream_arrives_as_the_case_does_but_at_other_times(
     assert first["trace"]["path"] == str(tmp_path / "fitted-0-trace.parquet")
     seeds = {config["seed"] for config in (point.config, first, second)}
     assert len(seeds) == 3, "each draws arrivals of its own, none those of the judged run"
+
+
+def test_replays_finetune_on_other_samples_than_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(
+        "tandem.wiring.profile.run_experiment", lambda point, folder: ran.append(point)
+    )
+    words = ["backend=cpu", "model=micro_llama", "limit=3", "policy=coserve", "training=finetune"]
+    point = composed([*words, "training.sequence_tokens=64", "training.data.mean_tokens=40"])
+    for streams in (False, True):
+        fitted_replay(point, tmp_path, 0, streams)
+        fitted_replay(point, tmp_path, 1, streams)
+    jobs = [run_spec_of(found).trainees[0].job for found in (point, *ran[:1])]
+    assert jobs[0].samples != jobs[1].samples
+    seeds = [found.config["training"]["recipe"]["seed"] for found in ran]
+    assert point.config["training"]["recipe"]["seed"] not in seeds
+
+
+def test_policies_may_be_quoted_another_profile_than_that_of_the_run(tmp_path: Path) -> None:
+    words = ["model=micro_llama", "limit=2", f"profile={profiled(tmp_path / 'a', 4000)}"]
+    alone = run_spec_of(composed(words))
+    assert alone.quotes is alone.cost
+    other = run_spec_of(composed([*words, f"quoted_profile={profiled(tmp_path / 'b', 3000)}"]))
+    shape = [1] * 8, [3500] * 8, 8
+    assert other.cost.shape_ns(*shape) == alone.cost.shape_ns(*shape)  # type: ignore[attr-defined]
+    assert other.quotes.shape_ns(*shape) != alone.quotes.shape_ns(*shape)  # type: ignore[attr-defined]
+    assert run_spec_of(composed([*words[:2], f"quoted_profile={tmp_path}/b"])).cost.form != "table"
+    with pytest.raises(ValueError, match=r"no cost\.json"):
+        run_spec_of(composed([*words, f"quoted_profile={tmp_path}/none"]))
 
 
 def test_a_fit_takes_two_replays(tmp_path: Path) -> None:

@@ -232,6 +232,41 @@ def test_a_sample_of_several_in_a_step_is_summed_apart() -> None:
     assert any(place.region.slot == SAMPLE_GRADIENT for place in last.frees)
 
 
+def test_footprints_are_made_once_and_belong_to_a_layout() -> None:
+    """The policy asks for the footprint that the check asks for again."""
+    samples = [Sample(10), Sample(6)]
+    jobs = [begun(samples), begun(samples, recipe=Recipe(lora_rank=8)), begun([Sample(7)])]
+
+    def footprint(job: Job, tokens: int) -> object:
+        assert job.training is not None
+        return window_footprint(Slice(job, tokens, F, EVERY, 0), job.training, PAGE, 0)
+
+    one, other, shorter = jobs
+    assert footprint(one, 4) is footprint(one, 4) != footprint(one, 3)
+    layouts = [job.training.layout for job in jobs if job.training is not None]
+    assert hash(layouts[0]) == hash(layouts[1]) and layouts[0] != layouts[1]
+    assert footprint(one, 4) != footprint(other, 4), "adapters of another rank"
+    assert footprint(one, 4) == footprint(shorter, 4), "a forward depends on no later token"
+    assert one.training is not None and other.training is not None
+    assert sample_places(one.training, 0) == sample_places(other.training, 0)
+    assert sample_bytes(one.training, PAGE, 0) == sample_bytes(one.training, PAGE, 0)
+
+
+def test_a_copy_of_progress_moves_alone() -> None:
+    """Lists of samples that are through are shared: they move no more."""
+    job = begun([Sample(10), Sample(6)], num_steps=1, microbatches=2)
+    training = job.training
+    assert training is not None
+    windows(job, (10, F, EVERY, 0), (10, B, range(1, 5), 0), (2, F, EVERY, 1))
+    other = training.copy()
+    assert other.is_trained(0) and not other.is_trained(1) and other.sample == 1
+    advance_training(Slice(job, 4, F, EVERY, 1), other)
+    assert [own.frontier(1)[0][0] for own in (training, other)] == [2, 6]
+    other._forget()
+    assert other.frontier(1)[0][0] == 0 and other.is_trained(0)
+    assert training.frontier(1)[0][0] == 2 and training.frontier(0)[1][1] == 10
+
+
 def test_a_sample_that_gives_way_names_all_that_it_may_hold() -> None:
     """Places that launches write and that are no states are among those it gives back."""
     job = begun([Sample(10), Sample(6)], num_steps=1, microbatches=2)

@@ -132,6 +132,40 @@ def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     assert moved == {"out/load-50/predicted"}, "by the profile that has grown"
 
 
+COSERVING = ["model=micro_llama", "model.max_positions=256", "policy=coserve_slo", *SHORT]
+COSERVING += ["limit=10", "scheduling.serving.max_jobs=4", "budget.kv_pages=400"]
+COSERVING += ["training=finetune", "training.sequence_tokens=64", "training.data.mean_tokens=40"]
+COSERVING += ["training.microbatches=2", "training.num_steps=500", "scheduling.slo_s=0.02"]
+
+
+def test_a_job_finetunes_beside_what_is_judged(
+    drifts: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The capacity is that of serving alone; quotes are those of one profile on both sides."""
+    drifts(0.0, 0.0)
+    status = main(["fidelity", *COSERVING, "--load", "1.2", "--reruns", "1", "--out", "out"])
+    out, err = capsys.readouterr()
+    assert status in (0, 1) and "to go on" not in err, err
+    assert not load("out/capacity").rows("samples") and "finetuned" in out
+    measured, predicted = load("out/load-120/run0/measured"), load("out/load-120/predicted")
+    replayed = load("out/load-120/run0/replayed")
+    for run in (measured, predicted, replayed):
+        assert run.rows("samples"), "the job trains"
+        assert run.config["quoted_profile"] == str(Path("out/profile").resolve())
+    assert measured.config["profile"] is None
+    assert predicted.config["profile"] == str(Path("out/load-120/profile").resolve())
+    figures = {row["figure"]: row for row in report()["loads"][0]["figures"]}
+    beside = figures["finetune_tokens_per_s"]
+    assert beside["measured"] > 0 and beside["bar"] == 0.05 and figures["device_peak_bytes"]
+    # what is fitted finetunes on other samples than the judged ones
+    lengths = {tuple(measured.samples["tokens"][:5])}  # type: ignore[index]
+    for folder in Path("out").glob("**/fitted-?"):
+        fitted = load(folder)
+        assert fitted.samples is not None
+        lengths.add(tuple(fitted.samples["tokens"][:5]))
+    assert len(lengths) == 3, "two replays of a calibration, of other seeds than the judged run"
+
+
 def test_a_killed_measurement_says_how_to_go_on(
     drifts: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,12 +236,13 @@ def test_a_folder_with_something_else_is_refused(capsys: pytest.CaptureFixture[s
         (["backend=sim"], "backend=sim: tandem fidelity measures, and predicts beside it"),
         (["backend=openai"], "take backend=cpu or backend=cuda"),
         (["profile=x"], "profile=x: tandem fidelity calibrates a profile of its own"),
+        (["quoted_profile=x"], "quoted_profile=x: tandem fidelity calibrates a profile"),
         (["arrival.rate=3"], "arrival.rate=3: the rate follows from --load"),
         (["arrival=all_at_once"], "arrival: the one that is chosen has no rate"),
         (["arrival=trace"], "take arrival=poisson or arrival=gamma"),
         (["policy=orca,sarathi"], "policy=orca,sarathi: tandem fidelity judges one workload"),
         (["replicas=2"], "replicas=2: tandem fidelity judges one device"),
-        (["training=sample"], "training: tandem fidelity judges serving alone"),
+        (["training=sample"], "training: tandem fidelity judges serving, alone or beside a job"),
         (["backend.probe_look_s=null"], "without probes nothing tells that the machine drifted"),
         (["record=requests"], "record=requests: peaks of KV are judged too"),
         (["polic=orca"], "did you mean policy?"),
@@ -258,6 +293,15 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(capsys: pytest.CaptureFixtu
     # told on the way: one calibration for its four parts, and a verdict for each load
     assert num_pieces(made) == sum(work.count for work in planned) - 4 + 1 + 2
     assert all(work.each_s > 0 for work in planned)
+
+
+def test_a_dry_run_counts_the_capacity_of_serving_alone(tmp_path: Path) -> None:
+    made = workload_of(COSERVING, "0.5", 2)
+    assert made.finetunes and not workload_of(SMALL, "0.5", 2).finetunes
+    assert made.at(2.0, tmp_path)[-2:] == ("arrival.rate=2.0", f"quoted_profile={tmp_path}")
+    assert workload_of(SMALL, "0.5", 2).at(2.0, tmp_path)[-1] == "arrival.rate=2.0"
+    seconds = {work.name: work.each_s for work in plan_of(made)}
+    assert seconds["load 50 %: measured runs"] > seconds["capacity: all requests at once"]
 
 
 class Terminal(io.StringIO):

@@ -12,10 +12,12 @@ import pytest
 
 from analysis.run import load
 from tandem.cli.errors import RunFailed
+from tandem.config.compose import composed
 from tandem.fidelity import protocol
 from tandem.fidelity.protocol import ATTEMPTS, GRID, Case
 from tandem.wiring.cost import profile_hash
 from tandem.wiring.profile import AGAIN
+from tandem.wiring.run_spec import run_spec_of
 from tests.laws.test_faults import profiled
 
 
@@ -132,6 +134,23 @@ def test_a_capacity_is_that_of_all_requests_at_once_whatever_arrivals_are_chosen
     done = load(tmp_path / "run")
     assert done.requests["arrival_ns"].eq(0).all()
     assert found == pytest.approx(2e9 / done.requests["finish_ns"].max())
+
+
+@pytest.mark.parametrize("policy", ["coserve", "coserve_slo", "temporal"])
+def test_what_is_served_alone_keeps_the_rules_of_the_policy(policy: str) -> None:
+    served = ("limit=2", "model=micro_llama", f"policy={policy}", "scheduling.serving.max_jobs=7")
+    job = (
+        "training=finetune",
+        "training/recipe=adamw",
+        "training.rate=2",
+        "planner.modes=recompute",
+    )
+    alone = protocol.serving_alone((*served, *job))
+    assert alone == [*served, "training=none", "planner=none"]
+    spec, beside = (run_spec_of(composed([*words])) for words in (alone, (*served, *job)))
+    assert not spec.trainees and len(beside.trainees) == 1
+    assert spec.policy == beside.policy and spec.policy.scheduling.serving.max_jobs == 7  # type: ignore[attr-defined]
+    assert protocol.serving_alone(("limit=2", "policy=orca")) == ["limit=2", "policy=orca"]
 
 
 def test_a_capacity_of_a_machine_that_drifts_is_discarded_and_repeated(

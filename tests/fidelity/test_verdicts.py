@@ -15,7 +15,11 @@ import pytest
 from analysis.distance import STEADY
 from analysis.fidelity import (
     COLUMNS,
+    DEVICE_PEAK,
+    DEVICE_PEAK_BAR,
     FIGURES,
+    FINETUNED,
+    FINETUNED_BAR,
     JUDGED,
     KV_PEAK_BAR,
     LATENCY_BAR,
@@ -34,7 +38,7 @@ from analysis.fidelity import (
     load_of,
 )
 from analysis.pages.fidelity_page import headline, write_fidelity_report
-from analysis.run import load
+from analysis.run import Run, load
 from tandem.cli.fidelity import told
 from tests.support.synthetic import TWO, write
 
@@ -56,6 +60,8 @@ def used(figure: str, error: float, spread: float = 0.0, load: float = 0.5) -> f
         ("mean_e2e_s", 0.05),
         ("mean_ttft_s", 0.10),
         ("kv_peak_pages", 0.03),
+        ("finetune_tokens_per_s", 0.05),
+        ("device_peak_bytes", 0.03),
     ],
 )
 def test_a_bar_holds_for_errors_of_both_signs(figure: str, bar: float) -> None:
@@ -70,7 +76,8 @@ def test_latencies_are_held_to_what_reruns_vary_by_up_to_ten_percent(
 ) -> None:
     for figure in ("mean_tpot_s", "mean_e2e_s"):
         assert bars(row(figure, spread=spread), True) == bar
-    for figure, fixed in (("request_throughput", 0.02), ("kv_peak_pages", 0.03)):
+    others = (FINETUNED, 0.05), (DEVICE_PEAK, 0.03)
+    for figure, fixed in (("request_throughput", 0.02), ("kv_peak_pages", 0.03), *others):
         assert bars(row(figure, spread=spread), True) == fixed, "the spread widens no other bar"
 
 
@@ -95,6 +102,7 @@ def test_a_run_counts_up_to_three_percent_of_drift() -> None:
 def test_the_guide_tells_no_percentage_but_those_of_the_rules() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/guide/fidelity.md").read_text()
     rules = (THROUGHPUT_BAR, KV_PEAK_BAR, TTFT_BAR, LATENCY_BAR, NEVER_ABOVE, TTFT_UP_TO, STEADY)
+    rules += (FINETUNED_BAR, DEVICE_PEAK_BAR)
     found = {float(number) for number in re.findall(r"([\d.]+) %", text)}
     assert found == {100 * rule for rule in rules}
 
@@ -178,3 +186,39 @@ def test_answers_of_one_token_are_judged_without_tpot(tmp_path: Path) -> None:
     assert note in page.read_text() and note in told(found)
     figure = pd.read_csv(tmp_path / "report/figures/errors.csv")
     assert {*figure["figure"]} == {*JUDGED} - {"mean_tpot_s"}
+
+
+def finetuning(run: Run, tokens: int, spare_bytes: int) -> Run:
+    """A run beside which a job took so many tokens forward, and so many bytes of the device."""
+    row = {"forward_tokens": tokens, "start_ns": 0, "last_ns": 1, "status": "finished"}
+    memory = run.memory.assign(free_bytes=run.memory["free_bytes"] - spare_bytes)
+    return replace(run, memory=memory, samples=pd.DataFrame([row | {"restarts": 0}]))
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_job_that_finetunes_is_judged_beside_what_is_served(tmp_path: Path) -> None:
+    """6 % more tokens than were measured are beyond the bar; peaks are equal."""
+    found = rerun(tmp_path, 0, 0.0)
+    measured, predicted = (
+        finetuning(run, tokens, 1000)
+        for run, tokens in ((found.pair.measured, 100), (found.pair.predicted, 106))
+    )
+    one = replace(found, pair=Pair(measured, predicted, measured))
+    load = load_of("50 %", 0.5, 2.0, [one], 1)
+    assert load.figures == [*JUDGED, FINETUNED, DEVICE_PEAK] and load.failed == [FINETUNED]
+    beside, peak = load.row(FINETUNED), load.row(DEVICE_PEAK)
+    assert beside is not None and beside["error"] == pytest.approx(0.06)
+    busy = 100_000 - measured.memory["free_bytes"].min()
+    assert peak is not None and peak["measured"] == busy and peak["error"] == 0
+    fidelity = Fidelity(4.0, (load,))
+    assert "Beyond the bar: finetuned at 50 %." in headline(fidelity)
+    assert "peak memory +0.0 %" in headline(fidelity) and "finetuned" in told(fidelity)
+    page = write_fidelity_report(fidelity, tmp_path / "report", "tandem fidelity", {})
+    assert {*pd.read_csv(page.parent / "figures/errors.csv")["figure"]} == {*load.figures}
+    assert "tok/s" in page.read_text()
+
+
+def test_what_is_served_alone_has_no_figure_of_finetuning(tmp_path: Path) -> None:
+    load = load_of("50 %", 0.5, 2.0, [rerun(tmp_path, 0, 0.0)], 1)
+    assert load.figures == [*JUDGED] and not load.undefined
+    assert "finetuned" not in told(Fidelity(4.0, (load,)))

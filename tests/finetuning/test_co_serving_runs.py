@@ -139,6 +139,17 @@ def test_a_policy_of_durations_finetunes_in_measured_time(words: tuple[str, ...]
     check_tokens(found)
 
 
+@pytest.mark.parametrize("words", [(), WINDOWS_BACK], ids=str)
+def test_static_buffers_hold_one_sample_at_a_time(words: tuple[str, ...]) -> None:
+    """What a job keeps to its end it writes anew with each sample: bits are those of grown ones."""
+    grown, static = run("lockstep", *words), run("lockstep", *words, "memory.buffers=static")
+    assert not differing(static.result, grown.result)
+    rows = static.recorder.tables()["memory"].to_pandas()
+    rows = rows[rows["tier"].eq("gpu") & rows["measured_bytes"].notna()]
+    booked = rows["capacity_bytes"] - rows["free_bytes"]
+    assert len(rows) and (rows["measured_bytes"] <= booked).all()
+
+
 def test_kept_or_computed_again_gives_equal_bits() -> None:
     """Windows run by themselves here: what is computed again has rows of its own, too."""
     kept, again = (run("lockstep", *UNFUSED, f"planner.modes={m}") for m in ("keep", "recompute"))

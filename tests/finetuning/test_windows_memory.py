@@ -12,6 +12,7 @@ import torch
 from engine.contract import regions
 from engine.contract.layout import Mode
 from engine.contract.regions import Kind, Tier
+from models.training import tape_known
 from models.training.kept import kept_token_bytes
 from models.training.tape_known import BackwardBytes, known_backward_bytes
 from runtime.finetuning.model import FinetunedModel
@@ -20,6 +21,7 @@ from tests.finetuning.test_co_serving_runs import WINDOWS_BACK, run
 from tests.finetuning.windows_by_hand import JOB, ByHand, cuts, recipe_of
 from tests.support.hand_made import FAMILIES, own_model
 from traces.serving.request import Sample
+from traces.training.recipe import Recipe
 
 
 @pytest.mark.broad(3)
@@ -133,3 +135,16 @@ def test_a_backward_through_all_units_finds_its_workspace_booked(family: str, ki
         made.backward(0, 0, 64, units)
     booked = BackwardBytes(made.spec, made.recipe).of(units, 64, 64)
     assert 0.8 * booked < tracker.peak_bytes <= booked
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "qwen3"])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(lora_rank=4, dtype="bfloat16")], ids=str)
+def test_a_window_of_any_size_peaks_where_its_tape_does(name: str, recipe: Recipe) -> None:
+    """Workspaces follow from the terms of a few windows, to the byte."""
+    rng, spec = random.Random(0), FAMILIES[name]
+    for _ in range(40):
+        tokens = rng.choice([1, 2, rng.randint(1, 900)])
+        keys = rng.choice([tokens, tokens + rng.randint(1, 15), rng.randint(tokens, 1000)])
+        copied = rng.random() < 0.5
+        found = tape_known.known_backward_bytes(spec, recipe, tokens, keys, copied)
+        assert found == max(tape_known._played(spec, recipe, tokens, keys, copied))

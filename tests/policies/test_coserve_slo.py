@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +23,7 @@ from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.sharing.coserve import CoMemory, CoServe
-from policies.sharing.coserve_slo import CoServeSlo
+from policies.sharing.coserve_slo import CoServeSlo, _Step
 from policies.sharing.temporal import Temporal
 from sim.cost.contract import PolicyCost
 from sim.cost.roofline import Roofline
@@ -184,6 +184,27 @@ def test_a_longer_window_would_be_late() -> None:
         later = replace(launch, op=Compute(slices), pieces=pieces)
         assert cost.compute_ns(later) > slo_s * 1e9
     assert looked > 10
+
+
+@pytest.mark.parametrize("bend", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize(("whole", "most"), [(512, 512), (500, 500), (500, 300), (90, 40), (7, 7)])
+def test_the_longest_window_is_found_with_few_quotes(bend: float, whole: int, most: int) -> None:
+    """As if each multiple had been tried, for quotes that bend either way."""
+    serves: Any = (object(),)
+    step = _Step(
+        within(1.0, multiple=16), cast(Any, None), serves, cast(Any, None), cast(Any, None)
+    )
+    tried = [n for n in (*range(16, most + 1, 16), *([whole] if most == whole else []))]
+    for limit in range(50, 60_000, 977):
+        quoted = dict[int, int]()
+
+        def quote(tokens: int, quoted: dict[int, int] = quoted) -> float:
+            quoted[tokens] = quoted.get(tokens, 0) + 1
+            return 100 + float(tokens**bend)
+
+        found = step._longest(most, whole, quote, limit)
+        assert found == max([n for n in tried if 100 + n**bend <= limit], default=0)
+        assert len(quoted) <= 10 and {*quoted.values()} == {1}
 
 
 def test_a_step_that_serves_nothing_is_bounded() -> None:
