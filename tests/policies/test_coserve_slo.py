@@ -190,10 +190,8 @@ def test_a_longer_window_would_be_late() -> None:
 @pytest.mark.parametrize(("whole", "most"), [(512, 512), (500, 500), (500, 300), (90, 40), (7, 7)])
 def test_the_longest_window_is_found_with_few_quotes(bend: float, whole: int, most: int) -> None:
     """As if each multiple had been tried, for quotes that bend either way."""
-    serves: Any = (object(),)
-    step = _Step(
-        within(1.0, multiple=16), cast(Any, None), serves, cast(Any, None), cast(Any, None)
-    )
+    serves, none = cast(Any, (object(),)), cast(Any, None)
+    step = _Step(within(1.0, multiple=16), none, serves, none, none, 0)
     tried = [n for n in (*range(16, most + 1, 16), *([whole] if most == whole else []))]
     for limit in range(50, 60_000, 977):
         quoted = dict[int, int]()
