@@ -201,6 +201,7 @@ def test_a_crossing_is_where_the_last_disadvantage_ends() -> None:
     assert isnan(crossover(frame([1, 1]), "offload", "keep")), "not tried"
 
 
+@pytest.mark.slow
 def test_ways_to_share_have_their_bounds_beside_them(tmp_path: Path, unrendered: None) -> None:
     """Sweeps in one folder: what shares, what serves alone, and what finetunes alone."""
 
@@ -233,6 +234,7 @@ COSERVED = ("model=micro_llama", "device=cpu", "limit=12", "training.sequence_to
 COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(
     ("name", "words"),
     [

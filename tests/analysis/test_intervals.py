@@ -128,6 +128,7 @@ def coverage(phi: float, seed: int) -> tuple[float, float]:
     return float(hits[0] / TRIALS), float(hits[1] / TRIALS)
 
 
+@pytest.mark.slow
 def test_independent_values_are_covered_as_often_as_is_said() -> None:
     blocks, single = coverage(0.0, 5)
     # 95 % of 150: a binomial standard error of 1.8 %; four of them, and 1 % for so short a series.

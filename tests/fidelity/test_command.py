@@ -138,6 +138,7 @@ COSERVING += ["training=finetune", "training.sequence_tokens=64", "training.data
 COSERVING += ["training.microbatches=2", "training.num_steps=500", "scheduling.slo_s=0.02"]
 
 
+@pytest.mark.slow
 def test_a_job_finetunes_beside_what_is_judged(
     drifts: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ TIGHT = (
 )
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("words", [(), WINDOWS_BACK, UNFUSED, WHOLE_MODEL], ids=str)
 def test_equal_launches_give_equal_bits_on_every_clock(words: tuple[str, ...]) -> None:
     expected = run("sim", *words)
@@ -172,6 +173,7 @@ def test_a_turn_of_training_without_room_serves() -> None:
     check_tokens(found)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("words", [(), WINDOWS_BACK, UNFUSED], ids=str)
 def test_kept_or_offloaded_gives_equal_bits_on_every_clock(words: tuple[str, ...]) -> None:
     kept, away = run("lockstep", *words), (*words, "planner.modes=offload")
@@ -184,6 +186,7 @@ def test_kept_or_offloaded_gives_equal_bits_on_every_clock(words: tuple[str, ...
         assert found.outputs == kept.outputs
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_offloaded_sample_that_gives_way_begins_anew(backend: str) -> None:
     found = run(backend, *TIGHT, "planner.modes=offload")
@@ -192,6 +195,7 @@ def test_an_offloaded_sample_that_gives_way_begins_anew(backend: str) -> None:
     assert found.losses == pytest.approx(roomy.losses, rel=1e-6)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT, GPT2, HALF], ids=str)
 def test_requests_get_the_tokens_of_generate(words: tuple[str, ...]) -> None:
     check_tokens(run("lockstep", *words))

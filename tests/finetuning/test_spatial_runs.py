@@ -51,6 +51,7 @@ def test_another_lane_changes_no_bits() -> None:
     assert not differing(run_of("lockstep", LIMITED).result, run("lockstep", *UNFUSED).result)
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", WORDS)
 def test_requests_get_the_tokens_of_generate_in_little_memory(name: str, backend: str) -> None:

@@ -65,6 +65,7 @@ def test_adapters_lie_over_the_weights_that_are_served(family: str) -> None:
     assert frozen == {p.data_ptr() for p in served.parameters()}
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("kind", ["lora_all", "full"])
 def test_no_graph_outlives_a_launch(kind: str) -> None:
     made, before = ByHand("llama", recipe_of("llama", kind), [Sample(40)]), graphs()

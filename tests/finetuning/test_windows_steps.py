@@ -67,6 +67,7 @@ def made(family: str, kind: str, **fields: object) -> ByHand:
     return ByHand(family, recipe, SAMPLES, STEPS, MICROBATCHES)
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("kind", ["lora_all", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -77,6 +78,7 @@ def test_twenty_steps_of_sgd(family: str, kind: str, clip_norm: float | None) ->
     assert distance(weights, exact) <= 1.5 * distance(plain, exact)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_twenty_steps_of_adamw(family: str) -> None:
     own = made(family, "lora_all", optimizer="adamw", learning_rate=1e-3)

@@ -50,6 +50,7 @@ def run(jobs: list[TrainingJob], requests: list[Request], pages: int, **given: A
     return replay(policy, [*requests, *jobs], pages=pages, page=PAGE, layout=layout, **given)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("buffers", ["grown", "static"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("serving", [PagedRestart(), PagedSwap()], ids=["restart", "swap"])

@@ -44,6 +44,7 @@ def device_peak(found: Replay) -> int:
     return max([row["activation_bytes"] for row in rows])
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("modes", [Mode.OFFLOAD, MIXED], ids=["all", "mixed"])
 @pytest.mark.parametrize("buffers", ["grown", "static"])
 @pytest.mark.parametrize("serving", [PagedRestart(), PagedSwap()], ids=["restart", "swap"])

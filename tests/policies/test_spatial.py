@@ -53,6 +53,7 @@ def computes(plan: Plan) -> list[Compute]:
     return [op for op in plan.ops if isinstance(op, Compute)]
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("scheduling", SCHEDULINGS)
 @pytest.mark.parametrize("serving", [PagedRestart(), PagedSwap()], ids=["restart", "swap"])
 @pytest.mark.parametrize("depth", [1, 2, 3])

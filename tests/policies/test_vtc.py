@@ -209,6 +209,7 @@ def reserved(scheduling: Scheduling, work: Sequence[Request], **given: Any) -> R
     return replay(policy, work, pages=POOL_TOKENS // PAGE.tokens, **given).check()
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.parametrize("weights", [(1.0, 2.0), (1.0, 0.1), (0.25, 1.0)])
@@ -278,6 +279,7 @@ def test_decodes_without_a_queue_pass_many_steps_at_once() -> None:
     assert fast.asked < 0.5 * slow.asked and jumped_steps(fast) > 40
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("serving", SERVING)
 def test_equal_views_get_equal_plans(serving: str) -> None:
     work = named(requests())
