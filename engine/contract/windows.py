@@ -166,13 +166,13 @@ def window_footprint(
     """
     assert piece.layers is not None, "a finetuning launch names its units or chunks"
     spec, start, away = training.spec, start_of(piece, training), tuple[tuple[int, Firsts], ...]()
-    labels = 0
+    rows = 0
     if piece.work is Work.BACKWARD:
         away = _offloaded(training)
     elif piece.work is Work.FORWARD and piece.layers.stop == spec.num_units:
-        labels = spec.sample(piece.microbatch).labels(start, start + piece.tokens)
+        rows = spec.sample(piece.microbatch).loss_rows(start, start + piece.tokens)
     total, is_alone = spec.tokens_of(piece.microbatch), spec.microbatches == 1
-    window = _Window(piece.work, piece.layers, piece.tokens, start, total, labels, away)
+    window = _Window(piece.work, piece.layers, piece.tokens, start, total, rows, away)
     return _footprint(piece.job.job_id, layout_of(training), window, is_alone, page, device)
 
 
@@ -246,7 +246,7 @@ def _sample_bytes(
 class _Window(NamedTuple):
     """What a footprint depends on: the slice, its first token, and the tokens of its sample.
 
-    `labels` are rows with a loss; `offloaded` are windows of the sample that units have offloaded.
+    `rows` are those of the head; `offloaded` are windows of the sample that units have offloaded.
     """
 
     work: Work
@@ -254,7 +254,7 @@ class _Window(NamedTuple):
     tokens: int
     context: int
     total: int
-    labels: int = 0
+    rows: int = 0
     offloaded: tuple[tuple[int, Firsts], ...] = ()
 
 
@@ -287,7 +287,7 @@ class _Maker:
     ) -> None:
         self._id, self._layout, self._bytes = job_id, layout, windows_of(layout)
         self._work, self._units, self._tokens, self._context, self._total, *_ = window
-        self._labels, self._offloaded = window.labels, dict(window.offloaded)
+        self._rows, self._offloaded = window.rows, dict(window.offloaded)
         self._is_alone, self._page, self._device = is_alone, page, device
 
     def forward(self) -> WindowFootprint:
@@ -306,8 +306,8 @@ class _Maker:
             sizes.append((hidden_gradient(self._id, device=at), end * self._bytes.hidden))
             sizes += self._summed()
         frees = list[Place]()
-        if self._labels:
-            work_bytes = self._bytes.backward.of_loss(self._labels)
+        if self._rows:
+            work_bytes = self._bytes.backward.of_loss(self._rows)
             sizes.append((workspace(self._id, device=at), work_bytes))
             frees.append(workspace(self._id, device=at))
         written = tuple([place for place, _ in sizes])

@@ -24,6 +24,7 @@ from traces.training.recipe import Recipe
 # Products that a backward does not read: keys and values lie in pages, the last one is behind all.
 UNREAD = ("k_proj", "v_proj", "down_proj", "mlp.c_proj", "fc2")
 QUERY_SHARE = 3  # GPT-2's product makes queries, keys and values; the first of them are read
+SCALARS = 4  # of the loss: before and behind each of its divisors
 
 
 def kept_width(name: str, width: int, norms_heads: bool) -> int:
@@ -172,39 +173,41 @@ class BackwardBytes:
             found.append(tables + 2 * tokens * gradient_bytes)
         return max(found)
 
-    def of_loss(self, labels: int) -> int:
+    def of_loss(self, rows: int) -> int:
         """The workspace of the loss of a window forward, with the gradient of the head's input.
 
         Args:
-            labels: Rows that have a loss.
+            rows: That the head computes.
 
         Returns:
-            Bytes at its peak; 0 where no row has one.
+            Bytes at its peak; 0 without a row.
         """
-        return known_loss_bytes(self.spec, self.recipe, labels) if labels else 0
+        return known_loss_bytes(self.spec, self.recipe, rows) if rows else 0
 
 
 @lru_cache(maxsize=1 << 12)
-def known_loss_bytes(spec: ModelSpec, recipe: Recipe, labels: int) -> int:
+def known_loss_bytes(spec: ModelSpec, recipe: Recipe, rows: int) -> int:
     """Workspace of the loss of so many rows, and of its backward as far as the head's input.
 
     Args:
         spec: The model; its own dtype is not read.
         recipe: Of the job.
-        labels: Rows that have a loss.
+        rows: That the head computes.
 
     Returns:
         Bytes at the peak, beside hidden states.
     """
     tape = Tape()
     parameters, units = model_parameters(spec, recipe)
-    job = TrainingJob(0, 0, spec.num_layers + 2, max(2, labels), recipe=recipe)
+    job = TrainingJob(0, 0, spec.num_layers + 2, max(2, rows), recipe=recipe)
     run = UnitForward(tape, spec, job, [parameters[p] for p in units[-1]])
-    run.rows = run.tokens = labels
-    hidden = tape.outside(labels * spec.hidden_size, run.item_bytes, requires_grad=True)
+    run.rows = run.tokens = rows
+    hidden = tape.outside(rows * spec.hidden_size, run.item_bytes, requires_grad=True)
+    labels = tape.storage(rows * op.INDEX_BYTES + SCALARS * op.WIDE_BYTES)
     loss = op.copy(tape, run.head(hidden))  # over the labels, then over the samples of a step
     del loss
     tape.backward(tape.storage(op.WIDE_BYTES))
+    del labels
     return tape.peak_bytes
 
 

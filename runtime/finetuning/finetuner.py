@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.functional import pad
 
 from engine.contract import regions
 from engine.contract.layout import Mode, TrainingLayout
@@ -151,15 +152,16 @@ class Finetuner:
         trainee, microbatch = self.trainee, window.microbatch
         sample = self.job.sample(microbatch)
         gradient = torch.zeros_like(hidden[0])
-        low = max(window.start, sample.prompt_tokens - 1, 0)
         loss = torch.zeros(())
-        if sample.labels(window.start, window.stop):
-            count = sample.labels(0, sample.tokens)
-            labels = torch.nn.functional.pad(self.ids(microbatch)[0], (0, 1), value=NO_LABEL)
+        if rows_count := sample.loss_rows(window.start, window.stop):
+            low, count = window.stop - rows_count, sample.labels(0, sample.tokens)
+            labels = self.ids(microbatch)[0, low + 1 : window.stop + 1]
+            if window.stop == sample.tokens:
+                labels = pad(labels, (0, 1), value=NO_LABEL)
             parameters, trained = self._trained(trainee.num_units - 1)
             with torch.enable_grad():
                 rows = hidden[:, low - window.start :].detach().requires_grad_()
-                found = trainee.loss(rows, labels[low + 1 : window.stop + 1]) / count
+                found = trainee.loss(rows, labels) / count
                 root = found / self.job.microbatches
             to_rows, *to_parameters = torch.autograd.grad(root, [rows, *parameters])
             gradient[low - window.start :] = to_rows[0]
@@ -237,7 +239,7 @@ class Finetuner:
         self, layer: int, window: SampleWindow, storages: Sequence[UntypedStorage | None]
     ) -> dict[str, Tensor]:
         """What a layer would have kept of a window, from its input: by the forward's windows."""
-        trainee, fields, parts = self.trainee, self._fields(layer), list[dict[str, Tensor]]()
+        trainee, fields, found = self.trainee, self._fields(layer), dict[str, Tensor]()
         for low, high in window_bounds(storages, fields):
             first, last = max(low, window.start), min(high, window.stop)
             if first >= last:
@@ -248,10 +250,15 @@ class Finetuner:
             turns = trainee.turns(part.positions)
             with recording:
                 trainee.layer(layer, hidden[None], turns, recording)
-            parts.append({INPUT: hidden, **recording.kept})
-        if len(parts) == 1:
-            return parts[0]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            kept = {INPUT: hidden, **recording.kept}
+            if part.tokens == window.tokens:
+                return kept
+            if not found:  # parts are copied one by one: all of them at once would lie there twice
+                shapes = {name: (window.tokens, *rows.shape[1:]) for name, rows in kept.items()}
+                found = {name: kept[name].new_empty(shape) for name, shape in shapes.items()}
+            for name, rows in kept.items():
+                found[name][first - window.start : last - window.start] = rows
+        return found
 
     def _embedding(self, window: SampleWindow, given: Tensor) -> None:
         parameters, trained = self._trained(0)

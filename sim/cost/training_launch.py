@@ -269,7 +269,7 @@ def loss_workspace(piece: Slice, labels: int) -> int:
 
     Args:
         piece: a slice of a finetuning job.
-        labels: of its window.
+        labels: rows of its window that the head computes.
 
     Returns:
         Bytes; 0 without a layout.

@@ -131,7 +131,7 @@ def shape_of(
     layers = range(max(units.start, 1), min(units.stop, job.num_units - 1))
     labels, again, kept = 0, 0, kept_token_bytes(model, job.recipe)
     if work is Work.FORWARD and units.stop == job.num_units:
-        labels = job.sample(microbatch).labels(context, context + tokens)
+        labels = job.sample(microbatch).loss_rows(context, context + tokens)
     if layout is not None and layout.windows is not None:
         again = sum([layout.windows.kept[unit] < kept for unit in layers])
     adapted = _adapted(model, job.recipe)

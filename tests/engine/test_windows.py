@@ -183,6 +183,7 @@ def test_labels_cross_the_borders_of_windows_and_leave_the_prompt_out() -> None:
         for stop in range(start, 11):
             own = [i for i in rows if start <= i < stop]
             assert sample.labels(start, stop) == len(own)
+            assert sample.loss_rows(start, stop) == (stop - own[0] if own else 0)
     assert Sample(10).labels(0, 10) == 9
 
 

@@ -15,6 +15,7 @@ from engine.contract.regions import Kind, Tier
 from models.training import tape_known
 from models.training.kept import kept_token_bytes
 from models.training.tape_known import BackwardBytes, known_backward_bytes
+from runtime.finetuning.finetuner import SampleWindow
 from runtime.finetuning.model import FinetunedModel
 from runtime.measure.tracker import StorageTracker, storage_bytes
 from tests.finetuning.test_co_serving_runs import WINDOWS_BACK, run
@@ -122,6 +123,30 @@ def test_a_backward_takes_the_workspace_of_the_tape(family: str, kind: str, dtyp
         assert tracker.peak_bytes <= booked
 
 
+@pytest.mark.broad(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_runs_again_finds_its_workspace_booked(
+    family: str, kind: str, dtype: str
+) -> None:
+    for forward, start, tokens in WINDOWS:
+        made = ByHand(
+            family, recipe_of(family, kind, dtype=dtype), [Sample(64)], modes=Mode.RECOMPUTE
+        )
+        made.begin()
+        for first in range(0, 64, forward):
+            made.forward(0, first, forward)
+        made.gradients()
+        made.finetuner._passing(64, "a test")
+        made.backward(0, 48, 16, range(2, 3))
+        tracker = StorageTracker()
+        with tracker:
+            made.backward(0, start, tokens, range(2, 3))
+        booked = BackwardBytes(made.spec, made.recipe).of(range(2, 3), tokens, 64)
+        assert tracker.peak_bytes <= booked, (forward, start, tokens)
+
+
 @pytest.mark.parametrize("kind", ["lora_all", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_backward_through_all_units_finds_its_workspace_booked(family: str, kind: str) -> None:
@@ -136,6 +161,29 @@ def test_a_backward_through_all_units_finds_its_workspace_booked(family: str, ki
         made.backward(0, 0, 64, units)
     booked = BackwardBytes(made.spec, made.recipe).of(units, 64, 64)
     assert 0.8 * booked < tracker.peak_bytes <= booked
+
+
+@pytest.mark.broad(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora_all", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loss_takes_the_workspace_of_the_tape(family: str, kind: str, dtype: str) -> None:
+    made = ByHand(family, recipe_of(family, kind, dtype=dtype), [Sample(64)])
+    made.begin()
+    made.forward(0, 0, 64)
+    made.gradients()
+    made.finetuner.ids(0)
+    for start, tokens in [(0, 64), (48, 16), (0, 16)]:
+        window = SampleWindow(0, start, tokens, torch.empty(0))
+        hidden = torch.randn(1, tokens, made.spec.hidden_size, dtype=made.trainee.dtype)
+        made.finetuner._so_far, tracker = torch.zeros(()), StorageTracker()
+        with tracker:
+            made.finetuner.finish(window, hidden)
+        booked = (
+            BackwardBytes(made.spec, made.recipe).of_loss(tokens) + hidden.nbytes
+        )  # and "passed"
+        views = 0 if window.stop == 64 else 8 * tokens  # labels before the last are not copied
+        assert tracker.peak_bytes == booked - views
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "qwen3"])

@@ -98,7 +98,7 @@ def test_windows_back_sum_gradients_of_keys_and_values(cpu: Device) -> None:
 
 
 def test_labels_are_what_the_head_makes_a_loss_of() -> None:
-    assert forward(ADAPTERS, TOKENS).labels == TOKENS - 1, "the last token has none"
+    assert forward(ADAPTERS, TOKENS).labels == TOKENS, "the row of the last token, too"
     assert forward(ADAPTERS, 64).labels == 64
     kinds = [op.kind for op in extra_operators(LARGE, forward(FULL, 64))]
     assert kinds.count("head") == 1

@@ -85,9 +85,22 @@ class Sample(NamedTuple):
             stop: The token behind its last one.
 
         Returns:
-            Rows of the window that the head computes.
+            Labels of the window.
         """
         return max(0, min(stop, self.tokens - 1) - max(start, self.prompt_tokens - 1, 0))
+
+    def loss_rows(self, start: int, stop: int) -> int:
+        """Rows of a window that the head computes: from the first one with a label to the last.
+
+        Args:
+            start: The first token of the window.
+            stop: The token behind its last one.
+
+        Returns:
+            Rows, the sample's last token among them; 0 where no token has a label.
+        """
+        first = max(start, self.prompt_tokens - 1, 0)
+        return stop - first if self.labels(start, stop) else 0
 
 
 @dataclass(frozen=True, slots=True)
