@@ -15,6 +15,10 @@ ENGINE = "tests/engine/test_windows.py"
 POLICY = "tests/policies/test_coserve.py"
 SLO = "tests/policies/test_coserve_slo.py"
 FIGURES = "tests/analysis/test_experiments.py"
+SPATIAL, OFFLOADED = "tests/policies/test_spatial.py", "tests/policies/test_offloaded_windows.py"
+LANES, VTC = "tests/finetuning/test_spatial_runs.py", "tests/policies/test_vtc.py"
+CLAIMS = "benchmarks/coserving"
+CONFIGS = "tests/cli/test_configs.py"
 
 SHOWN = {
     # exact where the order is equal
@@ -24,7 +28,11 @@ SHOWN = {
     "one window, unfused, is plain torch and peft": (
         "tests/finetuning/test_windows_exact.py::test_one_window_is_plain_torch_bit_for_bit"
     ),
-    "kept or computed again: equal bits": (f"{RUNS}::test_kept_or_computed_again_gives_equal_bits"),
+    "kept or computed again: equal bits": f"{RUNS}::test_kept_or_computed_again_gives_equal_bits",
+    "kept or offloaded: equal bits on every clock": (
+        f"{RUNS}::test_kept_or_offloaded_gives_equal_bits_on_every_clock"
+    ),
+    "a second lane changes no bits": f"{LANES}::test_another_lane_changes_no_bits",
     # bounded elsewhere
     "gradients within 1e-12 in float64": f"{BOUNDS}::test_gradients_in_float64",
     "gradients within 5e-6 in float32": f"{BOUNDS}::test_gradients_in_float32",
@@ -41,13 +49,22 @@ SHOWN = {
     "negative control: labels by window": (f"{CONTROLS}::test_labels_that_end_with_their_window"),
     # tokens and decisions
     "tokens equal generate": f"{RUNS}::test_requests_get_the_tokens_of_generate",
+    "tokens equal generate on two lanes": (
+        f"{LANES}::test_requests_get_the_tokens_of_generate_in_little_memory"
+    ),
+    "sim and lockstep decide alike": f"{RUNS}::test_other_policies_plan_alike_in_lockstep",
+    "equal views, equal plans": f"{SLO}::test_equal_views_get_equal_plans",
+    "equal views, equal plans, of VTC": f"{VTC}::test_equal_views_get_equal_plans",
     "labels cross windows": (
         f"{ENGINE}::test_labels_cross_the_borders_of_windows_and_leave_the_prompt_out"
     ),
     "never over capacity under pressure": f"{POLICY}::test_laws_hold_under_pressure",
     "grown finetuning causes no restart": f"{POLICY}::test_finetuning_preempts_no_request",
     "a job ends with the last request": f"{POLICY}::test_a_job_ends_with_the_last_request",
+    "never over capacity with offloaded windows": f"{OFFLOADED}::test_laws_hold_under_pressure",
+    "never over capacity on two lanes": f"{SPATIAL}::test_laws_hold_under_pressure",
     "plans are played back": f"{POLICY}::test_a_log_is_played_back",
+    "plans on two lanes are played back": f"{SPATIAL}::test_a_log_is_played_back_on_its_lanes",
     # bytes
     "kept bytes equal their formula": f"{BYTES}::test_a_layer_keeps_the_bytes_of_the_formula",
     "frozen weights lie there once": (
@@ -55,6 +72,18 @@ SHOWN = {
     ),
     "the meter reads what is booked": f"{BYTES}::test_the_meter_reads_what_is_booked",
     "no graph outlives a launch": f"{BYTES}::test_no_graph_outlives_a_launch",
+    "workspace of a window back": f"{BYTES}::test_a_backward_takes_the_workspace_of_the_tape",
+    "workspace of a loss": f"{BYTES}::test_a_loss_takes_the_workspace_of_the_tape",
+    # prediction and measurement
+    "CPU fidelity of three policies at three loads": f"{CLAIMS}/coserving_fidelity.py",
+    "tokens in time on cpu, two SLOs, three rates, a wrong predictor": (
+        f"{CLAIMS}/token_deadlines.py"
+    ),
+    "8 memory splits, and the largest share of serving": f"{CLAIMS}/memory_split.py",
+    "host share at most 5 %": f"{CLAIMS}/host_share.py",
+    "behaviour of two lanes is marked assumed": (
+        f"{LANES}::test_measured_lanes_take_turns_and_say_so"
+    ),
     # published figures
     "constant steps": "benchmarks/coserving/constant_steps.py",
     "FlexLLM's 15 cells, 10 %, 6 %, 7 %, 0.05, 15 s": "benchmarks/coserving/flexllm_table.py",
@@ -66,6 +95,18 @@ SHOWN = {
     "policy temporal": f"{SLO}::test_two_steps_train_behind_some_that_serve",
     "policy temporal, dynamic": f"{SLO}::test_training_comes_seldom_while_requests_wait",
     "policy temporal, limited": f"{SLO}::test_a_limited_turn_is_a_window_or_some_layers",
+    "policy slo by tokens": f"{SLO}::test_every_token_is_in_time_where_serving_alone_is",
+    "policy spatial": f"{SPATIAL}::test_each_step_serves_and_takes_a_whole_sample_one_way",
+    "policy spatial, limited": f"{SPATIAL}::test_limited_sharing_plans_as_co_serving_does",
+    "policy separate devices": f"{FIGURES}::test_ways_to_share_have_their_bounds_beside_them",
+    "policy LLMStation": "tests/policies/test_llm_station.py::test_equation_1",
+    "policy VTC": (
+        f"{VTC}::test_service_of_two_tenants_that_wait_differs_by_no_more_than_the_theorem_says"
+    ),
+    "policy VTC of finetuning": (
+        f"{VTC}::test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter"
+    ),
+    "finetuning only": f"{CONFIGS}::test_finetuning_alone",
     "policy elastic: PatrickStar and ZeRO-3 under KV": (
         "tests/policies/test_elastic.py::test_requests_take_what_training_can_evict"
     ),
@@ -74,6 +115,10 @@ SHOWN = {
     ),
     # experiments
     "budget_sweep, coserve_frontier": f"{FIGURES}::test_finetuning_is_drawn_beside_latency",
+    "coserve_table": f"{FIGURES}::test_ways_to_share_have_their_bounds_beside_them",
+    "slo_sweep, finetune_length, burstiness, tide_under_kv": (
+        f"{FIGURES}::test_the_ends_of_each_axis_compose"
+    ),
 }
 ABSENT = {
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",

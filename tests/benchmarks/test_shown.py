@@ -76,15 +76,6 @@ SHOWN = {
     "every rerun is told": (
         "tests/fidelity/test_verdicts.py::test_a_page_shows_verdicts_and_discarded_reruns"
     ),
-    # co-serving
-    "finetuning, TPOT, TTFT and peaks under three policies and loads": (
-        "benchmarks/coserving/coserving_fidelity.py"
-    ),
-    "99 % of tokens stay in time, also with a wrong predictor": (
-        "benchmarks/coserving/token_deadlines.py"
-    ),
-    "8 splits of memory are foreseen": "benchmarks/coserving/memory_split.py",
-    "host share of co-serving 5 %": "benchmarks/coserving/host_share.py",
 }
 ABSENT = {
     "a device budget with lines of an SLO": "budget.device_bytes is of training, which has no SLO",
