@@ -4,7 +4,7 @@ A claim is a script in a folder beside this one whose last line is `name value u
 whose exit status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it
 instead. A script that says in which form it ran is run in both: as it is, and on the build of
 tandem.compiled (a row SCRIPT.compiled), where this machine can make one.
-`python -m benchmarks.claims [--quick] [--dry-run] [name ...]`.
+`python -m benchmarks.claims [--quick] [--dry-run] [name ...] [--only CASE ...]`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="write nothing, show all output")
     parser.add_argument("--gpu", action="store_true", help="those that need a GPU, and no others")
     parser.add_argument("--keep", type=Path, help="folder of runs, for a stopped claim")
+    parser.add_argument("--only", nargs="+", default=(), help="cases of a claim in parts")
     chosen = parser.parse_args(words)
     known = scripts(chosen.gpu)
     if unknown := set(chosen.names) - {script.stem for script in known}:
@@ -67,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> int:
     claims, where = [], origin()
     for script, form in forms(known):
         if not chosen.names or script.stem in chosen.names:
-            claim, output = carried_out(script, chosen.quick, chosen.keep, form)
+            claim, output = carried_out(script, chosen.quick, chosen.keep, form, chosen.only)
             claims.append(claim)
             if chosen.dry_run:
                 print(f"---- {claim.script}", output, sep="\n", flush=True)
@@ -98,7 +99,11 @@ def forms(found: Iterable[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def carried_out(
-    script: Path, is_quick: bool, keep: Path | None = None, form: str = ""
+    script: Path,
+    is_quick: bool,
+    keep: Path | None = None,
+    form: str = "",
+    only: Sequence[str] = (),
 ) -> tuple[Claim, str]:
     """Runs one script; returns its claim, and its output under its command line."""
     text, name = script.read_text(encoding="utf-8"), f"{script.stem}{form}"
@@ -106,6 +111,7 @@ def carried_out(
     words += ["-m", f"benchmarks.{script.parent.name}.{script.stem}"]
     words += ["--quick"] if is_quick and "--quick" in text else []
     words += ["--keep", str(keep / script.stem)] if keep and '"--keep"' in text else []
+    words += ["--only", *only] if only and '"--only"' in text else []
     began = time.perf_counter()
     try:
         done = subprocess.run(

@@ -11,6 +11,8 @@ both sides.
 
 A token of a small model on a CPU takes the time of its products, however many go together, so
 windows are small: a step has 128 tokens. Run it alone, on a machine at rest; it takes hours.
+`--only CASE` measures a part, such as slo@80%; the table keeps the others as they were, with their
+commits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from analysis.fidelity import (
     STEADY_RERUNS,
     TTFT_UP_TO,
 )
-from benchmarks.fidelity.cases import finish, keep, say
+from benchmarks.fidelity.cases import finish, keep, say, with_earlier
 from tandem.cli.__main__ import main as tandem
 from tandem.cli.fidelity import REPORT
 
@@ -60,6 +62,7 @@ POLICIES = {
     "slo": ("policy=coserve_slo", "scheduling.token_budget=512", "scheduling.slo_s=0.012"),
     "temporal": ("policy=temporal", "scheduling.every=32"),
 }
+CASES = {f"{policy}@{load:.0%}": (policy, load) for policy in POLICIES for load in LOADS}
 JUDGED = (FINETUNED, "mean_tpot_s", KV_PEAK, DEVICE_PEAK)  # and TTFT at a low load
 HELD = (STEADY_RERUNS, *MUST_HOLD)
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "bar", "used"]
@@ -67,41 +70,43 @@ COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "bar", "used"]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policies", nargs="+", default=[*POLICIES], choices=[*POLICIES])
-    parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
-    parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--reruns", type=int, default=RERUNS)
+    parser.add_argument("--only", nargs="+", choices=[*CASES], help="measure these cases anew")
     parser.add_argument(
         "--quick", action="store_true", help="`budget` at 80 %%, 20 requests, twice"
     )
     parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
     chosen = parser.parse_args()
-    if chosen.quick:
-        chosen.policies, chosen.loads = ["budget"], [0.8]
-        chosen.requests, chosen.reruns = 20, 2
-    is_whole = {*chosen.policies} == {*POLICIES} and {*chosen.loads} >= {*LOADS}
-    is_whole = is_whole and chosen.requests >= REQUESTS and chosen.reruns >= RERUNS
-    out = OUT if is_whole else OUT.with_stem("coserving_fidelity_part")
+    requests, reruns = (20, 2) if chosen.quick else (REQUESTS, RERUNS)
+    only = ["budget@80%"] if chosen.quick else chosen.only or [*CASES]
     table = pd.DataFrame(columns=COLUMNS)
     with tempfile.TemporaryDirectory() as temporary:
-        for part in parts(chosen, (chosen.keep or Path(temporary)).resolve()):
+        root = (chosen.keep or Path(temporary)).resolve()
+        for part in parts(only, requests, reruns, root):
             table = part if table.empty else pd.concat([table, part], ignore_index=True)
-            keep(table, OUT.with_stem("coserving_fidelity_part"))  # it takes long
-    return finish("coserving_fidelity_worst", table, out)
+            if not chosen.quick:
+                keep(with_earlier(table, [*CASES], OUT), OUT)  # it takes long
+    if chosen.quick:
+        return finish("coserving_fidelity_worst", table, OUT.with_stem("coserving_fidelity_part"))
+    return finish("coserving_fidelity_worst", with_earlier(table, [*CASES], OUT), OUT)
 
 
-def parts(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
+def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterator[pd.DataFrame]:
     """A judged table of each policy. SystemExit where the command was told to end."""
-    for policy in chosen.policies:
-        words = [*settings_of(policy), f"limit={chosen.requests}"]
-        words += [f"--load={','.join(map(str, chosen.loads))}", f"--reruns={chosen.reruns}"]
+    for policy in POLICIES:
+        loads = [CASES[case][1] for case in only if CASES[case][0] == policy]
+        if not loads:
+            continue
+        words = [*settings_of(policy), f"limit={requests}"]
+        listed = ",".join(map(str, loads))
+        words += [f"--load={listed}", f"--reruns={reruns}"]
         say(f"{policy}: tandem fidelity {' '.join(words)}")
-        code = tandem(["fidelity", *words, f"--out={root / policy}"])
+        folder = root / f"{policy}@{listed}"
+        code = tandem(["fidelity", *words, f"--out={folder}"])
         if code > 128:
             raise SystemExit(code)
-        page = root / policy / REPORT / "fidelity.json"
+        page = folder / REPORT / "fidelity.json"
         found = json.loads(page.read_text(encoding="utf-8")) if page.is_file() else {}
-        yield judged(policy, found, chosen.loads)
+        yield judged(policy, found, loads)
 
 
 def settings_of(policy: str) -> list[str]:

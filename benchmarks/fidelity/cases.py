@@ -8,7 +8,9 @@ reference work by 4 %.
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pandas as pd
 
 from tandem.wiring.folder import commit, host
 
+CASE, COMMIT = "case", "commit"  # columns of a table that is measured in parts
 AT_PACE = "_at_pace_"  # in names of figures at another step time
 
 
@@ -29,6 +32,33 @@ def keep(table: pd.DataFrame, out: Path) -> None:
     table.to_csv(out, index=False)
     about = {**commit(), **host(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     out.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def with_earlier(table: pd.DataFrame, cases: Sequence[str], out: Path) -> pd.DataFrame:
+    """A table that is measured in parts: cases that were not measured now stand as they were.
+
+    Each row gets the commit that it was measured at.
+
+    Args:
+        table: Rows of now, with a column `case`.
+        cases: All that the claim has, in their order.
+        out: The CSV of earlier.
+
+    Returns:
+        Rows of all cases; one that no part has measured yet uses up any bar.
+    """
+    made = commit()
+    now = table.assign(**{COMMIT: f"{str(made['commit'])[:7]}{'+' if made['dirty'] else ''}"})
+    before = pd.read_csv(out) if out.is_file() else now.iloc[:0]
+    before = before[~before[CASE].isin(now[CASE])] if COMMIT in before else now.iloc[:0]
+    found = now if before.empty else before if now.empty else pd.concat([before, now])
+    lacks = [case for case in cases if case not in {*found[CASE]}]
+    rows = [{CASE: case, "figure": "not measured", "used": math.inf} for case in lacks]
+    whole = found if not rows else pd.concat([found, pd.DataFrame(rows)], ignore_index=True)
+    whole = whole[whole[CASE].isin(cases)]
+    return whole.sort_values(
+        CASE, key=lambda c: c.map(cases.index), kind="stable", ignore_index=True
+    )
 
 
 def finish(name: str, table: pd.DataFrame, out: Path) -> int:

@@ -4,7 +4,8 @@ Three workloads at 50 and 80 % of their capacity, five reruns each: a model and 
 other claims of fidelity leave out, on ShareGPT conversations behind the 200 of those claims. The
 third model is a user's own yaml (benchmarks/fidelity/conf). Medians of the reruns are held to 2 %
 of throughput, 5 % of mean TPOT and E2E and 3 % of peak KV, whatever reruns vary by; the command
-prints every rerun. Run it alone, on a machine at rest.
+prints every rerun. Run it alone, on a machine at rest: it takes hours. `--only CASE` measures a
+part, such as tiny_opt-orca@50%; the table keeps the others as they were, with their commits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.fidelity import KV_PEAK, MUST_HOLD, STEADY_RERUNS, THROUGHPUT
-from benchmarks.fidelity.cases import finish, say
+from benchmarks.fidelity.cases import finish, say, with_earlier
 from tandem.cli.__main__ import main as tandem
 from tandem.cli.fidelity import REPORT
 from tandem.wiring.workload import trace_file
@@ -65,6 +66,8 @@ WORKLOADS = (
     UnseenWorkload("tiny_opt", "orca"),
 )
 
+CASES = {f"{w.name}@{load:.0%}": (w, load) for w in WORKLOADS for load in LOADS}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -72,26 +75,35 @@ def main() -> int:
         "--quick", action="store_true", help="one model at 80 %%, 20 requests twice"
     )
     parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
+    parser.add_argument("--only", nargs="+", choices=[*CASES], help="measure these cases anew")
     chosen = parser.parse_args()
-    is_quick = chosen.quick
-    workloads, loads = (WORKLOADS[:1], LOADS[1:]) if is_quick else (WORKLOADS, LOADS)
+    is_quick, only = chosen.quick, chosen.only or [*CASES]
+    if is_quick:
+        only = [case for case in CASES if CASES[case] == (WORKLOADS[0], LOADS[-1])]
     reruns, requests = (2, 20) if is_quick else (RERUNS, REQUESTS)
     table = pd.DataFrame(columns=COLUMNS)
     with tempfile.TemporaryDirectory() as temporary:
         root = (chosen.keep or Path(temporary)).resolve()
         trace = unseen_trace(root, requests)
-        for workload in workloads:
+        for workload in WORKLOADS:
+            loads = [CASES[case][1] for case in only if CASES[case][0] == workload]
+            if not loads:
+                continue
             words = [*workload.settings, "trace=file", f"trace.path={trace}"]
-            words += [f"--load={','.join(map(str, loads))}", f"--reruns={reruns}"]
+            listed = ",".join(map(str, loads))
+            words += [f"--load={listed}", f"--reruns={reruns}"]
             say(f"{workload.name}: tandem fidelity {' '.join(words)}")
-            code = tandem(["fidelity", *words, f"--out={root / workload.name}"])
+            folder = root / f"{workload.name}@{listed}"
+            code = tandem(["fidelity", *words, f"--out={folder}"])
             if code > 128:  # told to end
                 return code
-            page = root / workload.name / REPORT / "fidelity.json"
+            page = folder / REPORT / "fidelity.json"
             found = json.loads(page.read_text(encoding="utf-8")) if page.is_file() else {}
-            table = pd.concat([table, judged(workload.name, found, loads)], ignore_index=True)
-    out = OUT.with_stem("fidelity_command_part") if is_quick else OUT
-    return finish("fidelity_command_worst", table, out)
+            part = judged(workload.name, found, loads)
+            table = part if table.empty else pd.concat([table, part], ignore_index=True)
+    if is_quick:
+        return finish("fidelity_command_worst", table, OUT.with_stem("fidelity_command_part"))
+    return finish("fidelity_command_worst", with_earlier(table, [*CASES], OUT), OUT)
 
 
 def unseen_trace(root: Path, count: int) -> Path:

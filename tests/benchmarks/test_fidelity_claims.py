@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from analysis.fidelity import Pair, judged, table_of
 from analysis.run import Run, load
-from benchmarks.fidelity.cases import finish
+from benchmarks.fidelity.cases import finish, with_earlier
 from benchmarks.fidelity.swap_fidelity import swapped
 from tandem.fidelity.protocol import Case
 from tests.support.synthetic import TWO, write
@@ -72,3 +73,20 @@ def test_the_peak_of_kv_is_held_to_three_percent() -> None:
     rows = [("kv_peak_pages", 0.04), ("kv_peak_pages_at_pace_1.02", 0.08)]
     table = pd.DataFrame(rows, columns=["figure", "error"]).assign(measured=1.0, rerun_iqr=0.0)
     assert judged(table, judges_ttft=False)["used"].iloc[0] == pytest.approx(4 / 3)
+
+
+def test_a_claim_that_takes_long_is_measured_in_parts(tmp_path: Path) -> None:
+    """Cases that were measured earlier stand as they were; one that never was fails the claim."""
+    out, cases = tmp_path / "claim.csv", ["a@50%", "a@80%", "b@50%"]
+
+    def part(case: str, used: float) -> pd.DataFrame:
+        return pd.DataFrame([{"case": case, "figure": "mean_tpot_s", "used": used}])
+
+    first = with_earlier(part("b@50%", 0.5), cases, out)
+    assert [*first["case"]] == cases and [*first["used"]] == [math.inf, math.inf, 0.5]
+    first.to_csv(out, index=False)
+    second = with_earlier(part("a@80%", 0.7), cases, out)
+    second.to_csv(out, index=False)
+    whole = with_earlier(pd.concat([part("a@50%", 0.2), part("b@50%", 0.9)]), cases, out)
+    assert [*whole["case"]] == cases and [*whole["used"]] == [0.2, 0.7, 0.9]
+    assert whole["commit"].notna().all()
