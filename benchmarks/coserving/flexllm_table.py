@@ -461,7 +461,7 @@ def main() -> int:
     worst = max(shares.values())
     verdict = "pass" if worst <= 1 else "fail"
     print(f"flexllm_table_worst_share_of_a_bar {worst:.3f} ratio 1.0 {verdict}")
-    return worst > 1
+    return int(worst > 1)
 
 
 if __name__ == "__main__":
