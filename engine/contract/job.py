@@ -253,6 +253,14 @@ class TrainingProgress:
                 return microbatch
         return None
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a task may be issued: of a finetuning job an update or a sample."""
+        if self.is_complete or not self.spec.finetunes:
+            return not self.is_complete
+        microbatch = self.sample
+        return microbatch is None or self.is_released(microbatch)
+
     def is_released(self, microbatch: int) -> bool:
         """Whether the sample of a microbatch is there.
 

@@ -136,6 +136,10 @@ class DecodeBatch(TokenClock):
         """Tokens until the first job is complete; `otherwise` in an empty batch."""
         return self.soonest - self.clock if self.left else otherwise
 
+    def most_left(self) -> int:
+        """Tokens until the last job is complete; 0 in an empty batch."""
+        return max(self.left) - self.clock if self.left else 0
+
     def complete(self) -> list[Job]:
         """The jobs that have got their last token at this clock."""
         clock, left, at = self.clock, self.left, -1

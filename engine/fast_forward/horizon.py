@@ -54,7 +54,7 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
     rest of the prompts follows, and then their decodes if no job waits for what the prompts leave
     of the budget. A plan of anything but growth and one launch holds once.
     """
-    if not plan.ops or plan.restart or plan.refuse or view.training:
+    if not plan.ops or plan.restart or plan.refuse or _trains(view):
         return ONCE
     *before, launch = plan.ops
     if not isinstance(launch, Compute) or {*map(type, before)} - {Grow}:
@@ -76,6 +76,14 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
         steps, later = _through(slices, num_decodes, others_wait=len(queue) > len(prompts))
         return Horizon(steps, later, lead, num_decodes, in_turn=True)
     return Horizon(_of_one_prompt(slices[-1], len(prompts)), (), lead, num_decodes)
+
+
+def _trains(view: View) -> bool:
+    """Whether a training job has work, so that the next plan may be another one."""
+    if not view.layout.training:
+        return bool(view.training)
+    found = [job.training for job in (*view.training, *view.waiting)]
+    return any([training is not None and training.has_work for training in found])
 
 
 def _decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:

@@ -279,9 +279,19 @@ class Jump:
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
+        if state.layout.training and self._longest(repeat) <= left:
+            left -= 1  # jobs may end with the last request: figures of a run tell of no states
         if state.depth > 1 and (last := self._frees.oldest_or_expected(device)) is not None:
             left = min(left, last + state.depth - state.in_flight.issued[device])
         return min(repeat.left, MOST, left)
+
+    def _longest(self, repeat: RepeatedPlan) -> int:
+        """The number of steps to the last end of a job of the plan."""
+        tail, most = repeat.tail, repeat.decodes.most_left()
+        if tail:
+            tokens_left = self._completions.tokens_left
+            most = max(most, tokens_left(tail[-1]) + repeat.silent, *map(tokens_left, tail[:-1]))
+        return most
 
     def _is_alone(self) -> bool:
         """Whether an arrival reads and wakes nothing while a run lasts."""

@@ -84,6 +84,8 @@ class StandingPlan:
         self._holds = traits.repeats
         if traits.kv_growth == "asked" or plan.wake_ns is not None:
             return None
+        if view.training and not traits.repeats:  # no read is noted where a job trains
+            return None
         if not traits.repeats and not (self._reads and self._reads.hold(plan, view.waiting)):
             return None
         found = horizon(plan, view, traits.appends)

@@ -492,9 +492,8 @@ class _LimitedBuilder(PlanBuilder):
 
     def grow_running(self, running: RunningDecodes) -> bool:
         nbytes, pool = len(running.full) * self._whole._page_nbytes, (Tier.GPU, self._whole._device)
-        if self.room(pool) < nbytes:
-            return False
-        self._make(pool, nbytes)
+        if min(self.room(pool), self._whole.room(pool)) < nbytes:
+            return False  # room is made for one at a time, as for decodes that no plan before had
         self._write(self._whole.grow_running, running)
         return True
 

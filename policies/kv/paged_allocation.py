@@ -167,9 +167,8 @@ class PagedAllocation:
         if running is None:
             return 0
         need = len(running.full) * self._view.page.nbytes + self._spare_bytes
-        if self._plan.room(self._pool) < need:
+        if self._plan.room(self._pool) < need or not self._plan.grow_running(running):
             return 0
-        self._plan.grow_running(running)
         self._slices += running.slices
         self._places += running.places
         return self._known

@@ -75,14 +75,8 @@ class CoServe:
 
     @property
     def traits(self) -> Traits:
-        """The bounds of serving, and of a step with its window."""
-        serving = traits_of(self.serving)
-        return Traits(
-            step_tokens=serving.step_tokens and max(self.token_budget, serving.step_tokens),
-            prompt_tokens=serving.prompt_tokens,
-            max_jobs=serving.max_jobs,
-            service=serving.service,
-        )
+        """What is told of serving, and the bounds of a step with its window."""
+        return beside_windows(traits_of(self.serving), self.token_budget)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
@@ -118,6 +112,30 @@ class CoServe:
         return tokens if tokens >= self.min_window else 0
 
 
+def beside_windows(serving: Traits, step_tokens: int) -> Traits:
+    """Traits of a scheduling whose batches are those of serving, with a window behind.
+
+    While no job that finetunes has work, serving is planned as if it were alone.
+
+    Args:
+        serving: what is told of serving alone.
+        step_tokens: the most tokens of a step, of requests and the window together.
+
+    Returns:
+        The bounds of both. What serving promises of its next batch holds, but that a prompt takes
+        all that is left of `step_tokens` only where that is its own budget.
+    """
+    most = serving.step_tokens and max(step_tokens, serving.step_tokens)
+    return Traits(
+        repeats=serving.repeats,
+        appends=serving.appends and most == serving.step_tokens,
+        step_tokens=most,
+        prompt_tokens=serving.prompt_tokens,
+        max_jobs=serving.max_jobs,
+        service=serving.service,
+    )
+
+
 def first_with_work(jobs: Iterable[Job], service: Mapping[str, float] | None = None) -> Job | None:
     """The finetuning job that goes on.
 
@@ -139,10 +157,7 @@ def first_with_work(jobs: Iterable[Job], service: Mapping[str, float] | None = N
 def _has_work(job: Job) -> bool:
     """Whether the update of a finetuning job is due, or its next sample is there."""
     training = job.training
-    if training is None or not training.spec.finetunes or training.is_complete:
-        return False
-    microbatch = training.sample
-    return microbatch is None or training.is_released(microbatch)
+    return training is not None and training.spec.finetunes and training.has_work
 
 
 def _has_begun(job: Job) -> bool:
@@ -245,6 +260,8 @@ class CoMemory:
         """What is told of KV as serving has it; states of training stay on the device."""
         serving = traits_of(self.serving)
         return Traits(
+            kv_growth=serving.kv_growth if self.lanes == 1 else "asked",
+            swaps=serving.swaps,
             spare_pages=serving.spare_pages,
             reserved_tokens=serving.reserved_tokens,
             prefix_caching=serving.prefix_caching,

@@ -12,7 +12,13 @@ from engine.contract.plan import COMPUTE_LANE, Compute, Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
 from engine.contract.view import Cost, Profile, View
-from policies.sharing.coserve import due_update, first_with_work, joins, units_back
+from policies.sharing.coserve import (
+    beside_windows,
+    due_update,
+    first_with_work,
+    joins,
+    units_back,
+)
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 
@@ -82,14 +88,8 @@ class CoServeSlo:
 
     @property
     def traits(self) -> Traits:
-        """The bounds of serving, and of a step with its window."""
-        serving = traits_of(self.serving)
-        return Traits(
-            step_tokens=serving.step_tokens and max(self.token_budget, serving.step_tokens),
-            prompt_tokens=serving.prompt_tokens,
-            max_jobs=serving.max_jobs,
-            service=serving.service,
-        )
+        """What is told of serving, and the bounds of a step with its window."""
+        return beside_windows(traits_of(self.serving), self.token_budget)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))

@@ -10,7 +10,7 @@ from engine.contract.plan import Compute, Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
 from engine.contract.view import View
-from policies.sharing.coserve import due_update, first_with_work
+from policies.sharing.coserve import beside_windows, due_update, first_with_work
 from policies.sharing.coserve_slo import correction
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
@@ -58,14 +58,9 @@ class LlmStation:
 
     @property
     def traits(self) -> Traits:
-        """The bounds of serving, and of a step with its tasklet."""
+        """What is told of serving, and the bounds of a step with its tasklet."""
         serving = traits_of(self.serving)
-        return Traits(
-            step_tokens=serving.step_tokens and serving.step_tokens + self.tasklet_tokens,
-            prompt_tokens=serving.prompt_tokens,
-            max_jobs=serving.max_jobs,
-            service=serving.service,
-        )
+        return beside_windows(serving, serving.step_tokens + self.tasklet_tokens)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))

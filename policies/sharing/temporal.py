@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.regions import Work
 from engine.contract.view import View
-from policies.sharing.coserve import due_update, first_with_work, units_back
+from policies.sharing.coserve import beside_windows, due_update, first_with_work, units_back
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 
@@ -55,15 +55,9 @@ class Temporal:
 
     @property
     def traits(self) -> Traits:
-        """The bounds of serving, with the tokens of a window that goes forward by itself."""
-        serving = traits_of(self.serving)
-        return Traits(
-            step_tokens=serving.step_tokens and max(self.window_tokens or 0, serving.step_tokens),
-            prompt_tokens=serving.prompt_tokens,
-            max_jobs=serving.max_jobs,
-            whole_samples=self.window_tokens is None,
-            service=serving.service,
-        )
+        """What is told of serving, with the tokens of a window that goes forward by itself."""
+        found = beside_windows(traits_of(self.serving), self.window_tokens or 0)
+        return replace(found, whole_samples=self.window_tokens is None)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         job = first_with_work(training_jobs(view), view.service)

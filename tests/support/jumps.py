@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.contract.layout import Layout
 from engine.contract.policy import Router
 from engine.contract.regions import PageSize, Tier
 from engine.fast_forward.fast_forward import FastForward
@@ -18,7 +19,7 @@ from policies.composed import Composed
 from sim.cost.contract import ShapePriced
 from sim.executor import SimExecutor
 from tests.support.replays import PAGE, Replay, replay
-from traces.serving.request import Request
+from traces.serving.request import Request, TrainingJob
 
 
 class Shaped(ShapePriced):
@@ -57,7 +58,7 @@ class Shaped(ShapePriced):
 
 def simulated(
     policy: Composed,
-    requests: Sequence[Request],
+    requests: Sequence[Request | TrainingJob],
     fast_forward: bool,
     cost: Any,
     pages: int,
@@ -67,6 +68,7 @@ def simulated(
     devices: int = 1,
     router: Router | None = None,
     recorder: Recorder | None = None,
+    layout: Layout | None = None,
 ) -> Engine:
     """A run of the simulator; of each device so many pages, and of its host."""
     env = VirtualClock()
@@ -83,13 +85,14 @@ def simulated(
         recorder=recorder or Recorder(),
         fast_forward=fast_forward,
         router=router,
+        layout=layout,
     )
     engine.replay(requests)
     return engine
 
 
 def both_replayed(
-    policy: Composed, requests: Sequence[Request], **setting: Any
+    policy: Composed, requests: Sequence[Request | TrainingJob], **setting: Any
 ) -> tuple[Replay, Replay]:
     """On any executor, repeated plans issued without a question, and asked for: equal tables."""
     fast, slow = (replay(policy, requests, fast_forward=f, **setting) for f in (True, False))
@@ -98,7 +101,7 @@ def both_replayed(
 
 
 def both_simulated(
-    policy: Composed, requests: Sequence[Request], cost: Any, **setting: Any
+    policy: Composed, requests: Sequence[Request | TrainingJob], cost: Any, **setting: Any
 ) -> tuple[Engine, Engine]:
     """In simulation, with many steps at once and one by one: not a byte differs, nor a page."""
     fast, slow = (simulated(policy, requests, f, cost, **setting) for f in (True, False))
