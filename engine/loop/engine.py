@@ -385,9 +385,10 @@ class Engine(Lifecycle):
             self._admission.refuse(job, self._arrivals.release_turn)
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
+        launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
         if state.adapters:
-            self._publish(plan)
-        return [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
+            self._publish(plan)  # behind the launches, whose jobs have the versions before
+        return launches
 
     def _publish(self, plan: Plan) -> None:
         """New versions are the newest from now on, for jobs that are not admitted yet."""

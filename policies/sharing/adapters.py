@@ -49,7 +49,7 @@ class AdapterMemory:
     def traits(self) -> Traits:
         """Those of the memory policy, but that KV grows as it is asked for."""
         serving = traits_of(self.serving)
-        return replace(serving, kv_growth="asked", reserved_tokens=0, adapters=True, recurs=False)
+        return replace(serving, kv_growth="asked", adapters=True, recurs=False)
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         if not view.adapters:

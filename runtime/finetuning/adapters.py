@@ -213,12 +213,16 @@ class AdaptedRows(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if (weight := weight_of(func, args)) is not None:
-            inputs = (args[0] if func is linear else args[1]).flatten(0, -2)
-            flat = out.flatten(0, -2)
-            for columns, name in self._adapters.parts(weight):
-                for rows, matrices in self._found:
+            parts = self._adapters.parts(weight)
+            inputs, flat = args[0] if func is linear else args[1], out
+            if out.dim() > 2:
+                inputs, flat = inputs.flatten(0, -2), out.flatten(0, -2)
+            for rows, matrices in self._found:
+                chosen: Tensor | None = None
+                for columns, name in parts:
                     if (own := matrices.get(name)) is not None:
-                        narrow = linear(inputs.index_select(0, rows), own.down)
-                        added = linear(narrow, own.up).mul_(own.scale)
-                        flat[:, columns].index_add_(0, rows, added)
+                        if chosen is None:
+                            chosen = inputs.index_select(0, rows)
+                        added = linear(linear(chosen, own.down), own.up)
+                        flat[:, columns].index_add_(0, rows, added, alpha=own.scale)
         return out
