@@ -374,14 +374,9 @@ class ShapePriced(LaunchCost):
         return sum([self.through_ns(rows) for rows in adapters_in(launch, self.model)])
 
     def through_ns(self, rows: AdapterRows) -> int:
-        """No price by default. See ShapeCost.
-
-        Raises:
-            ValueError: always, here.
-        """
+        """No price by default: ValueError. See ShapeCost."""
         raise ValueError(
-            f"{self.provenance} has no adapters of requests; take the device's roofline "
-            "(profile=null) or a profile of `tandem calibrate`"
+            f"{self.provenance} has no adapters of requests; take profile=null, or calibrate"
         )
 
     def served_ns(self: _Shapes, launch: Launch) -> int:

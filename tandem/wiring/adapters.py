@@ -18,7 +18,7 @@ from traces.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class ServedAdapterSettings:
-    """The config node `adapters`: how many there are, what they are, and who asks for which.
+    """The config node `adapters`: how many there are, of which kind, and how popular each is.
 
     Adapters are called a0, a1, ... or as `names` says. Requests that name none get one, drawn by
     seed: the i-th as often as i to the power of -`zipf`. None leaves them as they are.

@@ -1,4 +1,4 @@
-"""Adapters beside keys and values: which lie on the device, who waits for one, and what is kept."""
+"""Adapters beside keys and values: which lie on the device, and what waits for one."""
 
 from __future__ import annotations
 
