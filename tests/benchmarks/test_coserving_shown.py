@@ -14,6 +14,9 @@ STEPS = "tests/finetuning/test_windows_steps.py"
 ENGINE = "tests/engine/test_windows.py"
 POLICY = "tests/policies/test_coserve.py"
 SLO = "tests/policies/test_coserve_slo.py"
+ADAPTERS = "tests/finetuning/test_served_adapters.py"
+PUBLISHED = "tests/finetuning/test_published_adapters.py"
+RESIDENT = "tests/policies/test_adapters.py"
 FIGURES = "tests/analysis/test_experiments.py"
 
 SHOWN = {
@@ -48,6 +51,18 @@ SHOWN = {
     "grown finetuning causes no restart": f"{POLICY}::test_finetuning_preempts_no_request",
     "a job ends with the last request": f"{POLICY}::test_a_job_ends_with_the_last_request",
     "plans are played back": f"{POLICY}::test_a_log_is_played_back",
+    # adapters of requests
+    "tokens with adapters equal peft's generate": f"{ADAPTERS}::test_tokens_equal_those_of_peft",
+    "adapters: sim and lockstep plan alike": f"{ADAPTERS}::test_plans_are_those_of_the_simulation",
+    "resident bytes of adapters are exact": (
+        f"{ADAPTERS}::test_resident_bytes_are_exact_by_the_meter"
+    ),
+    "a request keeps its version": (
+        f"{PUBLISHED}::test_a_request_keeps_the_version_with_which_it_was_admitted"
+    ),
+    "adapters: LRU": f"{RESIDENT}::test_the_least_recently_used_goes_first",
+    "pages are keyed by adapter": f"{RESIDENT}::test_pages_of_another_adapter_are_never_found",
+    "adapters under pressure keep every law": f"{RESIDENT}::test_random_traces_keep_every_law",
     # bytes
     "kept bytes equal their formula": f"{BYTES}::test_a_layer_keeps_the_bytes_of_the_formula",
     "frozen weights lie there once": (

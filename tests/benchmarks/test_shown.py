@@ -85,6 +85,7 @@ SHOWN = {
     ),
     "8 splits of memory are foreseen": "benchmarks/coserving/memory_split.py",
     "host share of co-serving 5 %": "benchmarks/coserving/host_share.py",
+    "1, 4, 16 adapters: bytes, loads, TPOT 5 %": "benchmarks/coserving/adapters.py",
 }
 ABSENT = {
     "a device budget with lines of an SLO": "budget.device_bytes is of training, which has no SLO",
