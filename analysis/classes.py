@@ -1,4 +1,4 @@
-"""Requests by SLO class and by tenant: limits, attainment, latencies and service."""
+"""Requests by SLO class, tenant and adapter: limits, attainment, latencies, service, loads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.columns import Block, Mask, Named
+from analysis.columns import Block, Lists, Mask, Named
 from analysis.metric_names import FOR, OF, SLO_KEYS
 from analysis.run import RunFacts
 
 CUTS = {"p50": 50, "p99": 99}
+TO_DEVICE, NO_OWNER = "host->gpu", -1  # the copies of adapters, which no job owns
 
 Slo = Mapping[str, Any]  # limits in seconds by SLO_KEYS; `classes`: such limits by class
 
@@ -74,6 +75,21 @@ def tenant_figures(rows: Block) -> dict[str, float | int]:
         for tokens in ("prompt_tokens", "output_tokens"):
             out[f"{tokens}{FOR}{name}"] = int(rows[tokens][is_own].sum())
     return out
+
+
+def adapter_figures(run: RunFacts) -> dict[str, float | int]:
+    """Copies of adapters to devices, and their bytes; empty for a run without adapters."""
+    if not run.keeps("requests", "adapter") or not run.rows("steps"):
+        return {}
+    loads = nbytes = 0
+    for block in run.blocks("steps", ("lane", "nbytes", "jobs")):
+        jobs: Lists = block["jobs"]
+        owners = np.full(len(jobs.starts) - 1, NO_OWNER + 1)
+        some = np.diff(jobs.starts) > 0
+        owners[some] = jobs.values[jobs.starts[:-1][some]]
+        own = block["lane"].is_(TO_DEVICE) & (owners == NO_OWNER)
+        loads, nbytes = loads + int(own.sum()), nbytes + int(block["nbytes"][own].sum())
+    return {"adapter_loads": loads, "adapter_loaded_bytes": nbytes}
 
 
 def service_figures(run: RunFacts) -> dict[str, float | int]:

@@ -24,7 +24,7 @@ BEST = {  # metrics that rank the points of a sweep: whether more is better
 PERCENTILES = (50, 90, 95, 99)
 PREDICTION, MEASUREMENT = "prediction", "measurement"  # the runs of a comparison
 
-KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
+KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer", "adapter")
 PENDING = "pending"  # freed, and still in use by an operation
 PARTS = (*KINDS, PENDING)  # they add up to the used bytes
 

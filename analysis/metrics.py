@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from analysis.classes import (
     Slo,
+    adapter_figures,
     attained,
     class_figures,
     has_limits,
@@ -228,7 +229,7 @@ def summary(run: RunFacts, slo: Slo | None = None) -> dict[str, float | int | st
         out |= _served(run, slo, times) | kv_usage(uses)
         if times is not None:
             out |= imbalance(replica_rows(run, uses, times.lane_shares))
-    out |= service_figures(run)
+    out |= service_figures(run) | adapter_figures(run)
     if run.rows("training"):
         from analysis.training import training_summary
 

@@ -16,12 +16,13 @@ from analysis.run import Run, RunFacts
 if TYPE_CHECKING:
     import pandas as pd
 
+ADAPTERS = "adapter"  # of whose bytes a run without adapters has no column
 OVERALL = ("used", "measured", "process")
 AMOUNTS = (*PARTS, *OVERALL, "held")
 DERIVED = ("used", "held", "pending")
 READ = [
     *("at_ns", "tier", "device", "capacity_bytes", "free_bytes", "coming_bytes"),
-    *(f"{kind}_bytes" for kind in KINDS),
+    *(f"{kind}_bytes" for kind in KINDS if kind != ADAPTERS),
     *("measured_bytes", "process_bytes"),
 ]
 Floats = NDArray[np.float64]
@@ -29,10 +30,18 @@ Floats = NDArray[np.float64]
 
 def pools(run: Run) -> dict[str, pd.DataFrame]:
     """Memory rows per pool, in time order, with the bytes of `_amounts`."""
-    rows = _amounts(block_of_frame(run.memory[[name for name in READ if name != "tier"]]))
-    frame = run.memory.assign(**{f"{name}_bytes": rows[f"{name}_bytes"] for name in DERIVED})
+    rows = _amounts(block_of_frame(run.memory[[n for n in _read_of(run) if n != "tier"]]))
+    frame = run.memory.assign(
+        **{f"{name}_bytes": rows[f"{name}_bytes"] for name in (*DERIVED, ADAPTERS)}
+    )
     frame = frame.sort_values("at_ns", kind="stable")
     return {f"{tier}:{device}": part for (tier, device), part in frame.groupby(["tier", "device"])}
+
+
+def _read_of(run: RunFacts) -> list[str]:
+    """The columns of memory that a run has kept."""
+    more = f"{ADAPTERS}_bytes"
+    return [*READ, more] if run.keeps("memory", more) else READ
 
 
 @dataclass
@@ -116,6 +125,8 @@ def _amounts(rows: Block) -> Block:
 
     Used is capacity - free: held bytes of all kinds, and pending ones.
     """
+    if f"{ADAPTERS}_bytes" not in rows:
+        rows = rows | {f"{ADAPTERS}_bytes": np.zeros_like(rows["kv_bytes"])}
     used = rows["capacity_bytes"] - rows["free_bytes"]
     held = sum(np.nan_to_num(rows[f"{kind}_bytes"]) for kind in KINDS)
     pending = used - held
@@ -125,7 +136,7 @@ def _amounts(rows: Block) -> Block:
 def pool_uses(run: RunFacts) -> dict[tuple[str, int], PoolUse]:
     """What each pool held, by tier and device, sorted."""
     window, found = working_ns(run), dict[tuple[str, int], PoolUse]()
-    for block in run.blocks("memory", READ):
+    for block in run.blocks("memory", _read_of(run)):
         rows = _amounts({name: held for name, held in block.items() if name != "tier"})
         tiers = block["tier"]
         for pool in {*zip(tiers.chosen.tolist(), rows["device"].tolist(), strict=True)}:

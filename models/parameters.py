@@ -117,6 +117,41 @@ def model_parameters(
     return tuple(parameters), tuple(tuple(own) for own in units)
 
 
+def adapter_parameters(spec: ModelSpec, recipe: Recipe) -> tuple[Parameter, ...]:
+    """The matrices of a low-rank adapter, in the order in which they lie in memory.
+
+    Args:
+        spec: The model.
+        recipe: Its `lora_rank` and `lora_targets`.
+
+    Returns:
+        A and B of each product that has an adapter, layer by layer.
+
+    Raises:
+        ValueError: The recipe has no rank, or no layer has a product that a target names.
+    """
+    if recipe.lora_rank is None:
+        raise ValueError("an adapter needs recipe.lora_rank, such as 8")
+    parameters, _ = model_parameters(spec, recipe)
+    return tuple([parameter for parameter in parameters if ".lora_" in parameter.name])
+
+
+def adapter_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+    """Bytes of a low-rank adapter, in all layers.
+
+    Args:
+        spec: The model.
+        recipe: Its `lora_rank` and `lora_targets`.
+
+    Returns:
+        Bytes in the model's dtype.
+
+    Raises:
+        ValueError: As `adapter_parameters`.
+    """
+    return sum([p.elements for p in adapter_parameters(spec, recipe)]) * spec.item_bytes
+
+
 def lora_targets(spec: ModelSpec, recipe: Recipe) -> Sequence[str]:
     """Which modules of a layer get LoRA adapters.
 

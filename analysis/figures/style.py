@@ -48,6 +48,8 @@ COLORS = {
     "temporal_limited": "#404000",
     "spatial": "#F00020",
     "spatial_limited": "#00E070",
+    "adapters": "#6C840C",
+    "coserve_adapters": "#FC90FC",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
 
@@ -76,6 +78,7 @@ KINDS = {
     "gradient": ORANGE,
     "optimizer": PINK,
     "buffer": YELLOW,
+    "adapter": RED,
 }
 GROUPS = {"prefill": BLUE, "decode": SKY, "mixed": GREEN, "other": GREY, "host": ORANGE}
 GROUPS |= {"forward": BLUE, "again": SKY, "backward": GREEN, "update": YELLOW}

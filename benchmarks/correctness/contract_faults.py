@@ -44,6 +44,7 @@ WHERE: dict[Rule, tuple[str, ...]] = {  # kinds of replays in which a rule appli
     Rule.SHARE: ("prefix", "prefix", "prefix", "serving"),
     Rule.KV_CONTENTS: ("swap", "prefix", "playback"),
     Rule.COPY: ("swap", "serving", "training"),
+    Rule.ADAPTER: ("adapters",),
     Rule.TIER: ("swap", "training", "group"),
     Rule.TRAINING_ORDER: TRAINS,
     Rule.TRAINING_PLACES: TRAINS,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from engine.contract.adapters import AdapterVersion
 from engine.contract.layout import TrainingLayout
 from engine.contract.regions import Work
 from engine.contract.rules import ReadOnlyList, refuse_write
@@ -371,6 +372,8 @@ class Job:
         prompt_tokens: tokens of the prompt.
         recorded_tokens: a gapless prefix of the tokens, whose activations are kept.
         slo: the name of the request's service level.
+        adapter: the version that its tokens run through; None: the model without an adapter. While
+            a job waits for the first time it is the newest one.
         tenant: the name of the tenant whose job it is; "" without one.
         session: the session that it is a turn of; None without one.
         turn: the number of the turn in its session.
@@ -383,6 +386,7 @@ class Job:
         "_clock",
         "_computed",
         "_known",
+        "adapter",
         "arrival_ns",
         "device",
         "job_id",
@@ -400,6 +404,7 @@ class Job:
     prompt_tokens: int
     recorded_tokens: int
     slo: str
+    adapter: AdapterVersion | None
     tenant: str
     session: int | None
     turn: int
@@ -420,6 +425,7 @@ class Job:
         recorded_tokens: int = 0,
         *,
         slo: str = "",
+        adapter: AdapterVersion | None = None,
         tenant: str = "",
         session: int | None = None,
         turn: int = 0,
@@ -431,6 +437,7 @@ class Job:
         object.__setattr__(self, "prompt_tokens", prompt_tokens)
         object.__setattr__(self, "recorded_tokens", recorded_tokens)
         object.__setattr__(self, "slo", slo)
+        object.__setattr__(self, "adapter", adapter)
         object.__setattr__(self, "tenant", tenant)
         object.__setattr__(self, "session", session)
         object.__setattr__(self, "turn", turn)
@@ -458,12 +465,15 @@ class Job:
         return f"Job({self.job_id}: {self.computed_tokens} of {self.known_tokens} tokens)"
 
     @classmethod
-    def serving(cls, request: Request, arrival_ns: int) -> Job:
+    def serving(
+        cls, request: Request, arrival_ns: int, adapter: AdapterVersion | None = None
+    ) -> Job:
         """The job of a request. It lacks the output length, which no policy may see.
 
         Args:
             request: the request of the trace.
             arrival_ns: when it arrived, on the clock of the run.
+            adapter: the version that its tokens run through.
 
         Returns:
             A job without progress.
@@ -474,6 +484,7 @@ class Job:
             request.prompt_tokens,
             request.prompt_tokens,
             slo=request.slo,
+            adapter=adapter,
             tenant=request.tenant,
             session=request.session,
             turn=request.turn,
@@ -533,6 +544,10 @@ class Job:
     def _route(self, device: int) -> None:
         """Routes the job to a replica."""
         object.__setattr__(self, "device", device)
+
+    def _run_through(self, adapter: AdapterVersion) -> None:
+        """Another version of the adapter, of a job that waits for the first time."""
+        object.__setattr__(self, "adapter", adapter)
 
     def _name_prefix(self, prefix_ids: tuple[int, ...]) -> None:
         """Names the blocks that the prompt begins with."""

@@ -10,7 +10,8 @@ from math import ceil
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from engine.contract.regions import Place
+from engine.contract.adapters import AdapterSpec, adapter_homes
+from engine.contract.regions import Place, Pool
 
 if TYPE_CHECKING:
     from models.training.shape import TrainingShape, WindowBytes
@@ -304,10 +305,12 @@ class Layout:
     Attributes:
         places: bytes of each place that is held before the first step.
         training: by job, its chunks and units.
+        adapters: those that requests may run through; their homes are among the places.
     """
 
     places: Mapping[Place, int] = field(default_factory=dict)
     training: Mapping[int, TrainingLayout] = field(default_factory=dict)
+    adapters: tuple[AdapterSpec, ...] = ()
 
     def shown(self) -> Layout:
         """A read-only copy, for policies.
@@ -317,6 +320,19 @@ class Layout:
         """
         places, training = MappingProxyType(self.places), MappingProxyType(self.training)
         return replace(self, places=places, training=training)
+
+    def with_adapters(self, adapters: Sequence[AdapterSpec], pools: Iterable[Pool]) -> Layout:
+        """This layout with adapters on the hosts.
+
+        Args:
+            adapters: those that requests may run through.
+            pools: the pools of the machine.
+
+        Returns:
+            A layout with their first versions among its places.
+        """
+        places = {**self.places, **adapter_homes(adapters, pools)}
+        return replace(self, places=places, adapters=tuple(adapters))
 
     def __repr__(self) -> str:
         return f"Layout({len(self.places)} places, training {dict(self.training)})"

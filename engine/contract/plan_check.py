@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from engine.contract.adapter_check import AdapterCheck, check_free, is_publication
 from engine.contract.job import Job, named
 from engine.contract.kv_check import WHOLE, Leading, PlanWalk
 from engine.contract.plan import (
@@ -25,7 +26,6 @@ from engine.contract.plan import (
     Slice,
 )
 from engine.contract.regions import (
-    SHARED_OWNER,
     Kind,
     PageSize,
     Place,
@@ -136,6 +136,7 @@ class PlanCheck:
         lanes: compute lanes of a device.
         training: the check of training.
         is_routed: whether each device is a replica with jobs of its own.
+        adapters: the check of adapters; None for a run without any.
     """
 
     def __init__(
@@ -146,10 +147,11 @@ class PlanCheck:
         lanes: Collection[str],
         training: TrainingContract,
         is_routed: bool,
+        adapters: AdapterCheck | None = None,
     ) -> None:
         self._ledger, self._lists, self._leading = ledger, jobs, leading
         self._lanes, self._is_routed = lanes, is_routed
-        self._training = training
+        self._training, self._adapters = training, adapters
         self._page, self._tables, self._open = ledger.page, ledger.pages, ledger.open
         self._jobs = jobs.jobs
         self._filled: dict[Place, int] = {}
@@ -192,6 +194,8 @@ class PlanCheck:
         """Whether a plan of one step is growth and one launch that serves, and keeps all rules."""
         ops = plan.ops
         if not ops or plan.restart or plan.refuse or plan.wake_ns is not None:
+            return False
+        if self._adapters is not None:
             return False
         launch = ops[-1]
         if type(launch) is not Compute or launch.on not in self._lanes:
@@ -263,6 +267,8 @@ class PlanCheck:
         for op in plan.ops:
             self._check_operation(op, seen, device)
         self._training.check(plan, device)
+        if self._adapters is not None:
+            self._adapters.check(plan)
         self._follow(plan, device)
         self._ledger.dry_run(plan)
         self._ledger.expect(plan)
@@ -297,8 +303,7 @@ class PlanCheck:
         """Checks an operation by itself, and against `seen`, the operations before it."""
         kind = type(op)
         if kind is Free:
-            if op.place.region.owner == SHARED_OWNER:
-                raise ContractError(Rule.JOB, f"free of {told(op.place)}, which belongs to no job")
+            check_free(op.place)
             self._check_own(op.place, device)
         elif kind is Grow:
             self._check_grow(op, device)
@@ -309,7 +314,7 @@ class PlanCheck:
             what = f"copy of {told(op.src)}"
             if ends and device not in ends:
                 raise ContractError(Rule.DEVICE, f"{what} in a plan for device {device}")
-            if op.src[0] != op.dst[0] or op.src == op.dst:
+            if op.src == op.dst or (op.src[0] != op.dst[0] and not is_publication(op)):
                 what += f" onto {told(op.dst)}: a copy keeps its region"
                 raise ContractError(Rule.COPY, what)
         elif kind is Share:

@@ -30,6 +30,7 @@ class Kind(StrEnum):
     OPTIMIZER = "optimizer"
     ACTIVATION = "activation"
     BUFFER = "buffer"
+    ADAPTER = "adapter"  # of requests: a version of one, which no job owns
     __hash__ = str.__hash__
 
 
@@ -54,8 +55,8 @@ class Region(NamedTuple):
     Attributes:
         owner: the number of a job, or SHARED_OWNER.
         kind: what it holds.
-        part: the unit or chunk; 0 for KV.
-        slot: of activations the microbatch, of buffers their use; else 0.
+        part: the unit or chunk, or the number of an adapter; 0 for KV.
+        slot: of activations the microbatch, of buffers their use, of adapters the version; else 0.
     """
 
     owner: int
@@ -96,6 +97,22 @@ def kv_place(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
         its place, held or not.
     """
     return Place(Region(job_id, Kind.KV), tier, device)
+
+
+@lru_cache(maxsize=1 << 12)
+def adapter_place(number: int, version: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """A version of an adapter, all its matrices together.
+
+    Args:
+        number: of the adapter in its run.
+        version: as it was published.
+        tier: where it lies.
+        device: the device.
+
+    Returns:
+        its place, held or not.
+    """
+    return Place(Region(SHARED_OWNER, Kind.ADAPTER, number, version), tier, device)
 
 
 class PageSize(NamedTuple):
@@ -462,6 +479,8 @@ def told(place: Place) -> str:
         what = f"activation {part} of microbatch {slot}"
     elif kind is Kind.KV:
         what = "KV"
+    elif kind is Kind.ADAPTER:
+        what = f"version {slot} of adapter {part}"
     else:
         what = f"{kind} chunk {part}"
     of = "" if owner == SHARED_OWNER else f" of job {owner}"

@@ -40,6 +40,9 @@ class Rule(StrEnum):
     KV_FREED = "KV freed"  # the only KV of an unfinished job is freed only with a restart
     SHARE = "share"  # shared pages hold the beginning of a job that has not begun
     COPY = "copy"  # keeps region and size, and never puts older contents over newer ones
+    ADAPTER = (
+        "adapter"  # a slice runs through the adapter of its job, and versions stay as they are
+    )
     OPERATION = "operation"  # an operation is a new object: not in flight, not twice in a plan
     TRAINING_ORDER = "training order"  # forward, backward and update go in the order of the chain
     TRAINING_PLACES = "training places"  # a launch names the places of its footprint, in its bytes

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import NoReturn, Protocol
 
+from engine.contract.adapter_check import is_publication
 from engine.contract.footprint import Exchange, gather
 from engine.contract.job import Job, TrainingProgress
 from engine.contract.layout import Layout, TrainingLayout
@@ -229,7 +230,7 @@ class _Reading:
                     self._grow(op.place, op.nbytes)
             elif isinstance(op, Copy):
                 if self._concerns(op.src) or op.dst.region.kind is not Kind.KV:
-                    self._copy(op.src, op.dst)
+                    self._copy(op)
             elif isinstance(op, Compute):
                 self._compute(op)
             elif isinstance(op, Collective):
@@ -308,9 +309,10 @@ class _Reading:
         if place.region.kind in STATES and self._layout(place.region.owner) is not None:
             self._begun.append(place)
 
-    def _copy(self, src: Place, dst: Place) -> None:
+    def _copy(self, op: Copy) -> None:
+        src, dst = op.src, op.dst
         is_same = src.tier is dst.tier and src.device == dst.device
-        if is_same or src.region != dst.region:
+        if is_same or (src.region != dst.region and not is_publication(op)):
             what = f"copy of {told(src)} onto {told(dst)}: not the same in another pool"
             _refuse(Rule.COPY, what, src.region.owner)
         stamp = self._stamps[src]

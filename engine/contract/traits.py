@@ -46,6 +46,7 @@ class Traits:
         prefix_caching: Of a memory policy: full pages are kept, and jobs start on those that fit.
         states_in: Of a memory policy: tiers in which states of training may lie for good.
         reuses_gradients: Of a memory policy: gradients of training take the place of their weights.
+        adapters: Of a memory policy: the adapters of a launch are brought to its device.
         two_lanes: Of a memory policy: finetuning computes on a lane beside that of serving.
         recurs: Of both: the policy reads no times, durations and numbers of plans. Of steps,
             microbatches and stamps it reads only which are equal and which come first. So a
@@ -70,6 +71,7 @@ class Traits:
     prefix_caching: bool = False
     states_in: tuple[Tier, ...] = tuple(Tier)
     reuses_gradients: bool = False
+    adapters: bool = False
     two_lanes: bool = False
     recurs: bool = False
 

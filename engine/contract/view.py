@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from engine.contract.adapters import AdapterVersion
 from engine.contract.executor import Launch
 from engine.contract.job import Job
 from engine.contract.layout import Layout
@@ -288,6 +289,7 @@ class View:
             what lifted it when it came back; None where no scheduling has `Traits.service`.
         first_token_ns: when the client got a request's first token; None before that. It is a
             measured moment where durations are, so that it differs between runs on other clocks.
+        adapters: the newest version of each adapter, by name; none in a run without any.
     """
 
     now_ns: int
@@ -312,6 +314,7 @@ class View:
     reads: Reads | None = None
     service: Mapping[str, float] | None = None
     first_token_ns: Callable[[Job], int | None] = untold
+    adapters: Mapping[str, AdapterVersion] | None = None
 
     def __repr__(self) -> str:
         return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"

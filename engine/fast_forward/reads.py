@@ -186,6 +186,7 @@ class SeenJob(Job):
             job.arrival_ns,
             job.prompt_tokens,
             slo=job.slo,
+            adapter=job.adapter,
             tenant=job.tenant,
             session=job.session,
             turn=job.turn,

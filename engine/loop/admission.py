@@ -160,17 +160,19 @@ class Admission:
         self._state.give_all(job.job_id)
 
     def _serving(self, item: Request, arrival_ns: int) -> Job:
-        state, prefix, job = self._state, self._issuing.prefix, Job.serving(item, arrival_ns)
+        state, prefix = self._state, self._issuing.prefix
+        adapter = state.adapters.of(item)
+        job = Job.serving(item, arrival_ns, adapter)
         if state.fleet is not None:
             if item.prompt_ids is not None:
-                job._name_prefix(Chain(item, state.page.tokens).of_prompt())
+                job._name_prefix(Chain(item, state.page.tokens, adapter).of_prompt())
             state.fleet.assign(job)
         elif state.devices == 1:
             job._route(0)
         self._completions.expect(job, item.output_tokens)
         state.recorder.arrived(item, arrival_ns, job.device)
         if prefix is not None:
-            prefix.arrived(item)
+            prefix.arrived(item, adapter)
         return job
 
     def refuse(self, job: Job, release_turn: Release) -> None:

@@ -10,7 +10,7 @@ from itertools import chain
 from engine.contract.executor import Launch, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Lane, Op
-from engine.contract.regions import SHARED_OWNER, Place
+from engine.contract.regions import SHARED_OWNER, Kind, Place
 from engine.contract.rules import BrokenLaw
 from engine.loop.state import JobLists
 from engine.results.recorder import Outcome, Recorder
@@ -270,8 +270,9 @@ def check_end(
 
 
 def _may_stay(place: Place, resident: Container[Place]) -> bool:
-    """Whether a place belongs to no job, and was there from the start."""
-    return place.region.owner == SHARED_OWNER and place in resident
+    """Whether a place belongs to no job, and was there from the start or holds an adapter."""
+    is_adapter = place.region.kind is Kind.ADAPTER
+    return place.region.owner == SHARED_OWNER and (is_adapter or place in resident)
 
 
 def _some(items: Sequence[object]) -> str:

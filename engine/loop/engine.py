@@ -9,18 +9,20 @@ from typing import Any
 
 import simpy
 
+from engine.contract.adapter_check import AdapterCheck, publications
 from engine.contract.executor import Executor, Launch, Span, due_ns
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Op, Plan
 from engine.contract.plan_check import PlanCheck
-from engine.contract.policy import Policy, Router, traits_of
+from engine.contract.policy import Policy, Router, Traits, traits_of
 from engine.contract.progress import restart
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import name_of
 from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
 from engine.fast_forward.fast_forward import FastForward
+from engine.loop.adapters import PublishedAdapters
 from engine.loop.admission import Admission, ArrivalQueue
 from engine.loop.asking import Asking, LoopParts, PlanReuse
 from engine.loop.completions import Completions, DeferredFrees, check_end, check_requests
@@ -68,6 +70,15 @@ def few_collections() -> Iterator[None]:
 FRUITLESS = 10_000  # plans in a row without an operation: the policy will never do anything
 
 
+def _check_brings(traits: Traits, name: str) -> None:
+    """ValueError where no memory policy brings adapters to the device."""
+    if not traits.adapters:
+        raise ValueError(
+            f"policy {name} brings no adapters to the device: put its memory half into an "
+            "AdapterMemory (policies.sharing.adapters), or serve none"
+        )
+
+
 class Stalled(RuntimeError):
     """Jobs are left, and the policy plans nothing for them. The message names the jobs."""
 
@@ -100,7 +111,8 @@ class Engine(Lifecycle):
         lanes: the compute lanes of a device; launches that serve run on no other lane.
 
     Raises:
-        ValueError: `depth` is below 1, or above 1 without `forced`; a trait is declared wrongly.
+        ValueError: `depth` is below 1, or above 1 without `forced`; a trait is declared wrongly, or
+            adapters are laid out and the policy brings none to the device.
     """
 
     def __init__(
@@ -150,6 +162,7 @@ class Engine(Lifecycle):
             ledger,
             None if router is None else RoutedFleet(devices, router),
             JobLists(traits.service and Service(traits.service, devices, router is not None)),
+            PublishedAdapters(shown.adapters),
             InFlight(devices),
             EngineProfile(None if cost is None else cost.launch_ns),
             Wakeup(env, self._changed),
@@ -171,8 +184,18 @@ class Engine(Lifecycle):
         frees = DeferredFrees(state.give_all, recorder, devices)
         prefix = None if chains is None else PrefixReuse(chains, ledger, recorder)
         self._issuing = Issuing(state, self._completions, prefix)
+        adapters = None
+        if state.adapters:
+            _check_brings(traits, self._policy_name)
+            adapters = AdapterCheck(state.adapters.newest, state.jobs.jobs, ledger.held_bytes)
         check = PlanCheck(
-            ledger, state.jobs, self.reuse.leading, lanes, self._training, router is not None
+            ledger,
+            state.jobs,
+            self.reuse.leading,
+            lanes,
+            self._training,
+            router is not None,
+            adapters,
         )
         self._admission = Admission(
             state,
@@ -231,6 +254,7 @@ class Engine(Lifecycle):
             BrokenLaw: at the end a request is unfinished or of another length, or memory is held.
         """
         items, state = list(work), self.state
+        state.adapters.check(items)
         self._num_requests = sum([isinstance(item, Request) for item in items])
         self._may_stop = any([isinstance(i, TrainingJob) and i.until_served for i in items])
         self._arrivals = ArrivalQueue(state.env, items, self._admit)
@@ -361,7 +385,21 @@ class Engine(Lifecycle):
             self._admission.refuse(job, self._arrivals.release_turn)
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
-        return [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
+        launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
+        if state.adapters:
+            self._publish(plan)  # behind the launches, whose jobs have the versions before
+        return launches
+
+    def _publish(self, plan: Plan) -> None:
+        """New versions are the newest from now on, for jobs that are not admitted yet."""
+        state = self.state
+        for op in publications(plan):
+            over, moved = state.adapters.publish(op.dst.region.part, state.jobs.waiting)
+            for job in moved:
+                if self._issuing.prefix is not None:
+                    self._issuing.prefix.renew(job)
+            if over is not None:
+                state.retire(over)
 
     def _check_progress(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Raises Stalled where many plans in a row hold no operation."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
+from engine.contract.adapters import AdapterVersion
 from engine.contract.executor import Launch, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Free, Grow, Op, Plan, Share, Slice
@@ -46,9 +47,14 @@ class PrefixReuse:
         """Begins dry runs on a device's pages."""
         return self._ledger.sharing[Tier.GPU, device].dry_run
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: Request, adapter: AdapterVersion | None) -> None:
         """A request has arrived: its beginning can be looked up from now on."""
-        self._chains[request.request_id] = Chain(request, self._ledger.page.tokens)
+        self._chains[request.request_id] = Chain(request, self._ledger.page.tokens, adapter)
+
+    def renew(self, job: Job) -> None:
+        """A job that waits runs through another version of its adapter: its keys are others."""
+        assert job.adapter is not None, f"job {job.job_id} has no adapter"
+        self._chains[job.job_id] = self._chains[job.job_id].through(job.adapter)
 
     def left(self, job: Job) -> None:
         """A request is served; the pages that it filled stay."""
@@ -130,6 +136,9 @@ class Issuing:
         jobs.start(job)
         if job.training is None:
             self._state.recorder.scheduled(job.job_id, self._state.now_ns)
+        if job.adapter is not None:
+            self._state.adapters.admit(job)
+            self._state.recorder.adapted(job.job_id, job.adapter.version)
 
     def _trained(self, op: Compute, piece: Slice, beside: Beside) -> Pieces:
         """Moves on the only job of a launch that trains whole microbatches: it has no KV."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import simpy
 
+from engine.contract.adapters import AdapterVersion
 from engine.contract.executor import Executor, Launch, Span, Store
 from engine.contract.job import Job
 from engine.contract.layout import Layout
@@ -29,6 +30,7 @@ from engine.contract.policy import Router
 from engine.contract.regions import Kind, PageSize
 from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, made_at
 from engine.contract.view import Cost
+from engine.loop.adapters import PublishedAdapters
 from engine.loop.profile import EngineProfile
 from engine.loop.service import Service
 from engine.memory.ledger import Ledger
@@ -411,6 +413,7 @@ class EngineState:
     ledger: Ledger
     fleet: RoutedFleet | None
     jobs: JobLists
+    adapters: PublishedAdapters
     in_flight: InFlight
     profile: EngineProfile
     wakeup: Wakeup
@@ -424,6 +427,17 @@ class EngineState:
         for place in self.ledger.give_all(owner, has_ended):
             if self.store is not None and place.region.kind is not Kind.KV:
                 self.store.free(place)
+        if self.adapters and (version := self.adapters.end(owner)) is not None:
+            self.retire(version)
+
+    def retire(self, version: AdapterVersion) -> None:
+        """Gives back the homes of a version that no request needs; copies are the policy's."""
+        for device in range(self.devices):
+            home = version.home(device)
+            if home in self.ledger.held_bytes:
+                self.ledger.give(home)
+                if self.store is not None:
+                    self.store.free(home)
 
     def release_idle(self) -> None:
         """Hands idle KV pages to the executor, which may return their memory to the system."""

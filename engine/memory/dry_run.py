@@ -8,6 +8,7 @@ from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
+from engine.contract.adapter_check import adapters_of, is_publication
 from engine.contract.job import Job
 from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share, Slice
 from engine.contract.policy import MakeRoom, PlanBuilder
@@ -140,7 +141,8 @@ class DryRun:
         if nbytes is None:
             raise ContractError(Rule.HELD, f"copy of {told(op.src)}, which is not held")
         there = self.held(op.dst)
-        if there not in (None, nbytes) or op.src.region != op.dst.region:
+        is_same = op.src.region == op.dst.region or is_publication(op)
+        if there not in (None, nbytes) or not is_same:
             raise ContractError(Rule.COPY, f"copy of {nbytes} bytes onto {there} at {told(op.dst)}")
         if there is None:
             self.grow(op.dst, nbytes)
@@ -306,7 +308,13 @@ class DryRunPlanBuilder(PlanBuilder):
         ops.append(Compute(slices, reads, (*last.writes, *op.writes), op.device, op.on))
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
-        self._ops.append(Compute(tuple(slices), writes=tuple(writes), device=self._device))
+        self._ops.append(self._served(slices, writes))
+
+    def _served(self, slices: Sequence[Slice], writes: Sequence[Place]) -> Compute:
+        """A launch that serves; it reads the adapters of its jobs."""
+        device = self._device
+        reads = adapters_of(slices, device) if self._view.adapters else ()
+        return Compute(tuple(slices), reads, tuple(writes), device)
 
     def restart(self, job: Job) -> None:
         self._restart.append(job)
@@ -454,10 +462,11 @@ class _LimitedBuilder(PlanBuilder):
         return shares is not None and shares.has_written(self)
 
     def room(self, pool: Pool) -> int:
-        room, shares = self._whole.room(pool), self._whole._shares
+        room, shares, around = self._whole.room(pool), self._whole._shares, self.around
         if self._make_room is not None and pool in self.share_bytes:
             room = self.share_bytes[pool]  # more than is free can be made
-        for share in self.around:
+            around = (self,)
+        for share in around:
             if (left := share.share_bytes.get(pool)) is not None:
                 if shares is not None:
                     left -= shares.taken_bytes[share, pool]
@@ -519,7 +528,7 @@ class _LimitedBuilder(PlanBuilder):
         self._add(op)
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
-        self.launch(Compute(tuple(slices), writes=tuple(writes), device=self._whole._device))
+        self.launch(self._whole._served(slices, writes))
 
     def restart(self, job: Job) -> None:
         self._write(self._whole.restart, job)
@@ -546,8 +555,13 @@ class _LimitedBuilder(PlanBuilder):
         if (lacks := nbytes - self.room(place.pool)) > 0:
             raise Shortage(place, lacks)
         self._make(place.pool, nbytes)
+        if self._outer is not None and (lacks := nbytes - self._outer.room(place.pool)) > 0:
+            raise Shortage(place, lacks)
 
     def _make(self, pool: Pool, nbytes: int) -> None:
-        """Has room made for bytes that the pool lacks."""
-        if self._make_room is not None and self._whole.room(pool) < nbytes:
+        """Has room made where the builder around this one lacks bytes, then around that one."""
+        within = self._outer or self._whole
+        if self._make_room is not None and within.room(pool) < nbytes:
             self._make_room(pool, nbytes)
+        if self._outer is not None:
+            self._outer._make(pool, nbytes)

@@ -25,7 +25,12 @@ from engine.memory.pool import (
 from engine.memory.scoreboard import Journal, Scoreboard
 from engine.results.schema import Figures
 
-NO_STATES = (Kind.KV, Kind.ACTIVATION, Kind.BUFFER)  # memory that no training policy may move
+NO_STATES = (
+    Kind.KV,
+    Kind.ACTIVATION,
+    Kind.BUFFER,
+    Kind.ADAPTER,
+)  # memory that no training policy may move
 
 
 class Beside(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, filterfalse, islice
 from typing import Any
 
+from engine.contract.adapters import AdapterVersion
 from engine.contract.job import Job
 from engine.contract.plan import Op
 from engine.contract.regions import Place
@@ -20,19 +21,27 @@ class Chain:
 
     A chain of hashes as in vLLM. A token is known by its id where the trace has ids, and by its
     named block and its offset there where the trace has blocks (Mooncake). Any other token, and
-    every generated one, is known by its request and position.
+    every generated one, is known by its request and position. Keys of one adapter's version are
+    other keys than those of another, since keys and values differ.
     """
 
-    def __init__(self, request: Request, page_tokens: int) -> None:
+    def __init__(
+        self, request: Request, page_tokens: int, adapter: AdapterVersion | None = None
+    ) -> None:
         self._request, self._page_tokens = request, page_tokens
+        self._root = 0 if adapter is None else hash((adapter.number + 1, adapter.version))
         self._keys: list[int] = []
         has_names = request.prompt_ids is not None or request.prefix_ids
         self._named_pages = -(-request.prompt_tokens // page_tokens) if has_names else 0
 
+    def through(self, adapter: AdapterVersion) -> Chain:
+        """The keys of the request where it runs through this version of an adapter."""
+        return Chain(self._request, self._page_tokens, adapter)
+
     def page_hashes(self, start: int, stop: int) -> list[int]:
         """The keys of pages `start` to `stop` of the request; hashed once, as far as needed."""
         keys, number = self._keys, self._request.request_id
-        key = keys[-1] if keys else 0
+        key = keys[-1] if keys else self._root
         for index in range(len(keys), min(stop, self._named_pages)):
             key = hash((key, self._content(index)))
             keys.append(key)

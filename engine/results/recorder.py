@@ -16,9 +16,12 @@ from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Plan, Slice
 from engine.contract.regions import Kind, Tier, Work
 from engine.results.schema import (
+    ADAPTER,
+    ADAPTER_BYTES,
     OPTIONAL,
     TABLES,
     TENANT,
+    VERSION,
     Figures,
     TableFile,
     column,
@@ -116,6 +119,7 @@ class Outcome:
     restarts: int = 0
     swaps: int = 0
     cached_tokens: int = 0
+    adapter_version: int | None = None  # with which it was admitted
     status: str = "unfinished"
     stretches: list[Stretch] = field(default_factory=list)  # never empty ones
     written_tokens: int = 0  # once its row is written, which has their times
@@ -178,6 +182,7 @@ class Recorder:
         keeps_steps: bool = True,
         finetunes: bool = False,
         names_tenants: bool = False,
+        names_adapters: bool = False,
     ) -> None:
         """A recorder without facts.
 
@@ -186,12 +191,14 @@ class Recorder:
             keeps_steps: whether steps, memory and plans are kept; else requests and training alone.
             finetunes: whether samples are kept.
             names_tenants: whether requests are kept with their tenants.
+            names_adapters: whether requests are kept with their adapters, and memory with theirs.
         """
         self.outcomes: dict[int, Outcome] = {}
         self._facts = Facts([], [], [], [])
         self._keeps_steps = keeps_steps
         self._trained: list[TrainedRow] = []
         self._finetunes, self._names_tenants = finetunes, names_tenants
+        self._names_adapters = names_adapters
         self.keeps_service = False  # by tenant; the engine says so
         self.service: Sequence[tuple[int, Sequence[object]]] = ()  # per device, in the end
         self._units: dict[int, int] = {}  # by finetuning job: units that a sample goes back over
@@ -312,6 +319,10 @@ class Recorder:
         if outcome.scheduled_ns is None:
             outcome.scheduled_ns = now_ns
 
+    def adapted(self, job_id: int, version: int) -> None:
+        """A request was admitted with a version of its adapter."""
+        self.outcomes[job_id].adapter_version = version
+
     def begun(self, job_id: int, step: int, now_ns: int) -> None:
         """A launch of a training job's step was issued."""
         self._begun.setdefault((job_id, step), now_ns)
@@ -398,6 +409,10 @@ class Recorder:
             self.outcomes[op.src.region.owner].swaps += 1
 
     # ---- tables
+    @property
+    def _predictions(self) -> tuple[Predict | None, PredictServed | None]:
+        return self.predicted_bytes, self.predicted_peaks
+
     def tables(
         self, outputs: Outputs | None = None, loss_of: LossOf | None = None
     ) -> dict[str, pa.Table]:
@@ -407,7 +422,7 @@ class Recorder:
             outputs: the generated ids of a request, by its number.
             loss_of: the loss of a training job's microbatch, by both numbers.
         """
-        facts = self._facts.tables(self.predicted_bytes, self.predicted_peaks)
+        facts = self._facts.tables(*self._predictions, self._names_adapters)
         outcomes = [outcome for _, outcome in sorted(self.outcomes.items())]
         found = {"requests": self._requests(outcomes, outputs)}
         found |= facts if self._keeps_steps else {}
@@ -415,10 +430,15 @@ class Recorder:
 
     def _requests(self, outcomes: Sequence[Outcome], outputs: Outputs | None) -> pa.Table:
         table = requests_table(outcomes, outputs)
-        if not self._names_tenants:
-            return table
-        tenants = [outcome.request.tenant for outcome in outcomes]
-        return table.append_column(TENANT, column(tenants, TENANT.type))
+        if self._names_tenants:
+            tenants = [outcome.request.tenant for outcome in outcomes]
+            table = table.append_column(TENANT, column(tenants, TENANT.type))
+        if self._names_adapters:
+            names = [outcome.request.adapter for outcome in outcomes]
+            versions = [outcome.adapter_version for outcome in outcomes]
+            table = table.append_column(ADAPTER, column(names, ADAPTER.type))
+            table = table.append_column(VERSION, column(versions, VERSION.type))
+        return table
 
     def _last(self, loss_of: LossOf | None) -> dict[str, pa.Table]:
         """The tables that are written at the end."""
@@ -459,6 +479,10 @@ class Recorder:
         found = {name: marked(TABLES[name]) for name in names}
         if self._names_tenants:
             found["requests"] = found["requests"].append(TENANT)
+        if self._names_adapters:
+            found["requests"] = found["requests"].append(ADAPTER).append(VERSION)
+            if self._keeps_steps:
+                found["memory"] = found["memory"].append(ADAPTER_BYTES)
         return found
 
     # ---- files
@@ -494,7 +518,7 @@ class Recorder:
         self._facts = Facts([], [], [], going_on)
         bound_ns = min([now_ns, *(run.issue_ns[0] for run in going_on)])
         first = min([run.step for run in going_on], default=NEVER)
-        tables = told.tables(self.predicted_bytes, self.predicted_peaks)
+        tables = told.tables(*self._predictions, self._names_adapters)
         self._stream.write(tables, {"steps": bound_ns, "memory": bound_ns, "plans": first})
 
     def finish(self, outputs: Outputs | None = None, loss_of: LossOf | None = None) -> None:

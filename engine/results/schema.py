@@ -183,7 +183,11 @@ SERVICE = pa.schema(
 )
 OPTIONAL = ("samples", "service")  # tables that a run may lack
 TENANT = pa.field("tenant", TEXT)  # last column of requests, where requests or jobs name tenants
-OPTIONAL_COLUMNS = {"requests": (TENANT,)}
+# Last columns of requests, and of memory, where requests run through adapters.
+ADAPTER = pa.field("adapter", TEXT)
+VERSION = pa.field("adapter_version", I32)  # with which it was admitted; null without an adapter
+ADAPTER_BYTES = pa.field("adapter_bytes", I64)  # of adapters that are resident, all versions
+OPTIONAL_COLUMNS = {"requests": (TENANT, ADAPTER, VERSION), "memory": (ADAPTER_BYTES,)}
 
 TABLES = {
     "requests": REQUESTS,

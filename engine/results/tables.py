@@ -1,8 +1,7 @@
 """Facts of a run as the tables of engine/results/schema.py.
 
-`step_row`, `memory_row` and `training_row` define a row of their tables. Launches that serve, and
-steps that were issued as one, are far more than all other facts: their rows are made column by
-column in numpy.
+`step_row`, `memory_row` and `training_row` define a row. Launches that serve, and steps that were
+issued as one, are far more than all other facts: their rows are made in numpy, by columns.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from engine.contract.plan import Collective, Compute, Copy, Op, Plan
 from engine.contract.regions import Kind, Pool
 from engine.results.plan_log import PlanTexts
 from engine.results.schema import (
+    ADAPTER_BYTES,
     TABLES,
     Figures,
     Ints,
@@ -50,9 +50,7 @@ Outputs = Callable[[int], Sequence[int]]
 LossOf = Callable[[int, int], float]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
-_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER]
-_KIND_COLUMNS += [Kind.ACTIVATION, Kind.BUFFER]
-assert list(Kind) == _KIND_COLUMNS, "the columns of MEMORY follow the order of Kind"
+_KIND_COLUMNS = [kind for kind in Kind if kind is not Kind.ADAPTER]  # in the order of MEMORY
 
 
 class Delivered(Protocol):
@@ -162,7 +160,7 @@ def memory_row(row: MemoryRow, figures: Figures) -> tuple[Any, ...]:
     (tier, device), *counts = figures[:4]
     reading = readings.get(figures.pool) if readings else None
     measured = (reading.persistent_bytes, reading.process_bytes) if reading else (None, None)
-    kinds = (*figures.kind_bytes, figures.kv_pages)
+    kinds = (*figures.kind_bytes[: len(_KIND_COLUMNS)], figures.kv_pages)
     return (at_ns, cause, step, tier.value, device, *counts, *kinds, *measured)
 
 
@@ -289,12 +287,12 @@ class Facts(NamedTuple):
     runs: list[ManySteps]
 
     def tables(
-        self, predict: Predict | None, predict_served: PredictServed | None
+        self, predict: Predict | None, served: PredictServed | None, has_adapters: bool = False
     ) -> dict[str, pa.Table]:
-        """Their tables, see `steps_table`."""
+        """Their tables, see `steps_table`; `has_adapters`: memory tells bytes of adapters."""
         return {
-            "steps": steps_table(self.steps, self.runs, predict, predict_served),
-            "memory": memory_table(self.memory, self.runs),
+            "steps": steps_table(self.steps, self.runs, predict, served),
+            "memory": memory_table(self.memory, self.runs, has_adapters),
             "plans": plans_table(self.plans, self.runs),
         }
 
@@ -508,9 +506,12 @@ def _peaks(
 CAUSES = {cause: number for number, cause in enumerate(ROW_ORDER)}
 
 
-def memory_table(rows: Sequence[MemoryRow], runs: Sequence[ManySteps]) -> pa.Table:
+def memory_table(rows: Sequence[MemoryRow], runs: Sequence[ManySteps], adapted: bool) -> pa.Table:
     """MEMORY by time; at one moment settle, return and issue rows in this order, then by step."""
     alone = table_of("memory", [memory_row(row, figures) for row in rows for figures in row[3]])
+    if adapted:  # then no steps are issued as one
+        nbytes = [figures.kind_bytes[-1] for row in rows for figures in row[3]]
+        alone = alone.append_column(ADAPTER_BYTES, numbers(nbytes, ADAPTER_BYTES.type))
     return in_order("memory", pa.concat_tables([alone, _grown(runs)]) if runs else alone)
 
 

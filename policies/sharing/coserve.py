@@ -15,7 +15,7 @@ from engine.contract.job import Job, TrainingProgress, layout_of
 from engine.contract.layout import Mode
 from engine.contract.plan import COMPUTE_LANE, SECOND_LANE, Compute, Grow, Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
-from engine.contract.regions import Place, Pool, Tier, Work
+from engine.contract.regions import Place, Pool, Tier, Work, weight
 from engine.contract.rules import Remedy
 from engine.contract.view import View
 from engine.contract.windows import (
@@ -219,6 +219,9 @@ class CoMemory:
     What a unit that offloads keeps of a window goes to the host behind the launch, and comes back
     with the plan of the unit's backward.
 
+    Behind an update of a job that publishes, what it has trained is copied to the host as the next
+    version of an adapter.
+
     A batch whose first slice trains is a turn of training: it serves only where training finds no
     room.
 
@@ -265,6 +268,7 @@ class CoMemory:
             spare_pages=serving.spare_pages,
             reserved_tokens=serving.reserved_tokens,
             prefix_caching=serving.prefix_caching,
+            adapters=serving.adapters,
             states_in=(Tier.GPU,),
             two_lanes=self.lanes == 2,
         )
@@ -310,6 +314,8 @@ class CoMemory:
             plan.join(op)
         else:
             plan.launch(op)
+        if piece.work is Work.UPDATE:
+            _publish(piece, view, plan)
         for place in footprint.goes:
             plan.move(place, on_host(place))
         for place in footprint.frees:
@@ -366,6 +372,22 @@ def _needs(
         sizes = dict(footprint.sizes)
         needs[Tier.HOST, device] = sum([sizes[place] for place in footprint.goes])
     return needs
+
+
+def _publish(piece: Slice, view: View, plan: PlanBuilder) -> None:
+    """Copies what an update has made to the host, as the next version of an adapter.
+
+    A version that finds no room on the host is left out.
+    """
+    training = piece.job.training
+    assert training is not None and piece.layers is not None, "an update names its chunks"
+    spec = training.spec
+    if not spec.publish or (training.step + 1) % spec.publish_every or not view.adapters:
+        return
+    newest = view.adapters[spec.publish]
+    made = newest._replace(version=newest.version + 1).home(view.device)
+    if newest.nbytes <= plan.room(made.pool):
+        plan.copy(weight(spec.job_id, piece.layers.start, device=view.device), made)
 
 
 def joins(piece: Slice) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from engine.contract.adapter_check import is_publication
 from engine.contract.executor import Launch, Piece
-from engine.contract.plan import Compute, Copy, Slice
+from engine.contract.plan import Compute, Copy, Op, Slice
 from engine.contract.regions import Kind, Place, Pool, Tier, Work
 from runtime.executors.machine import Machine, Tokens
+from runtime.finetuning.adapters import ServedAdapters
 from runtime.finetuning.finetuner import Finetuner, SampleWindow
 from runtime.finetuning.products import INPUT
 from runtime.finetuning.recording import FusedWindow, Fusing
@@ -37,6 +40,7 @@ class PreparedWindows(NamedTuple):
         joined: These windows.
         alone: Windows that run by themselves, each packed.
         others: Slices that go back or update, with the pages of the former.
+        through: Runs rows of requests through their adapters; None where none has one.
     """
 
     launch: Launch
@@ -44,6 +48,7 @@ class PreparedWindows(NamedTuple):
     joined: tuple[JobWindow, ...]
     alone: tuple[tuple[JobWindow, Packed], ...]
     others: tuple[tuple[Slice, SampleWindow | None], ...]
+    through: AbstractContextManager[Any] | None = None
 
 
 class FinetuningMachine(Machine[Prepared | PreparedWindows]):
@@ -60,6 +65,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         finetuners: Mapping[int, Finetuner],
         store: RegionStore,
         places: Mapping[Place, int],
+        adapters: ServedAdapters | None = None,
     ) -> None:
         """
         Args:
@@ -67,11 +73,15 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             finetuners: By job.
             store: The memory of all of them, but for KV.
             places: Bytes at each place before the first step.
+            adapters: Those that requests run through; None: none do.
         """
         self.serving, self._finetuners, self.store = serving, finetuners, store
+        self._adapters = adapters
+        if adapters is not None:
+            serving.through = adapters.through
         self.arenas, self.graph_bytes = serving.arenas, serving.graph_bytes
         for place, nbytes in places.items():
-            if place.region.owner in finetuners:
+            if place.region.owner in finetuners or place.region.kind is Kind.ADAPTER:
                 store.grow(place, nbytes)
         for finetuner in finetuners.values():
             finetuner.begin()
@@ -112,7 +122,12 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             tuple(self._rows(joined, fused)) if fused else (),
             tuple([(next(self._rows([(o, p)], packed)), packed) for packed, o, p in packs]),
             tuple(others),
+            None if fused is None or self._adapters is None else self._through(op, fused),
         )
+
+    def _through(self, op: Op, fused: Packed) -> AbstractContextManager[Any] | None:
+        assert self._adapters is not None and isinstance(op, Compute), "a launch with adapters"
+        return self._adapters.through(op.slices, fused)
 
     def _begin(self, own: Slice, piece: Piece) -> None:
         """At the first token of a sample its ids become those of the job."""
@@ -151,9 +166,16 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             return self.serving.start(prepared)
         op = prepared.launch.op
         if isinstance(op, Copy):
-            self.store.copy(op.src, op.dst)
+            if is_publication(op):
+                assert self._adapters is not None, "a version of an adapter that is served"
+                self._adapters.publish(op)
+            else:
+                self.store.copy(op.src, op.dst)
             return ()
-        tokens = () if prepared.fused is None else (self._fused(prepared.fused, prepared.joined),)
+        tokens: Tokens = ()
+        if prepared.fused is not None:
+            with prepared.through or nullcontext():
+                tokens = (self._fused(prepared.fused, prepared.joined),)
         for (job_id, window, _), packed in prepared.alone:
             self._finetuners[job_id].forward(window, packed.rows.slots)
         for own, back in prepared.others:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -24,12 +25,16 @@ from runtime.serving.sampling import Sampling, choose
 GPU: Pool = (Tier.GPU, 0)
 
 
+Through = Callable[[Sequence[Slice], Packed], AbstractContextManager[Any] | None]
+
+
 class LaunchPart(NamedTuple):
     """Neighbouring slices of a Compute over equal layers: one packed forward."""
 
     layers: range
     packed: Packed | Frame
     slices: tuple[Slice, ...] = ()  # in the order of the rows, where these are not all layers
+    through: AbstractContextManager[Any] | None = None  # runs rows through adapters
 
 
 class Prepared(NamedTuple):
@@ -77,6 +82,7 @@ class ServingMachine(Machine[Prepared]):
                 (on a CPU: computed in the graphs' buffers).
         """
         self.spec, self.device = spec, device
+        self.through: Through | None = None  # makes what runs rows of a launch through adapters
         self.sampling = sampling or Sampling()
         self.eos_ids = frozenset(eos_ids)
         self.decoder = _decoder(model, kernels)
@@ -146,10 +152,20 @@ class ServingMachine(Machine[Prepared]):
             raise NotImplementedError(f"a machine that serves does no {work}: TrainingMachine does")
         layers = self._all_layers if layers is None else layers
         if layers == self._all_layers:
+            if self.through is not None and any(s.job.adapter is not None for s in slices):
+                return self._adapted(layers, slices, pieces)
             return LaunchPart(layers, self.packer.frame(pieces) or self.packer.pack(pieces))
         packed = self.packer.pack(pieces, layers.stop == self.spec.num_layers)
         by_job = {piece.job_id: part for piece, part in zip(pieces, slices, strict=True)}
         return LaunchPart(layers, packed, tuple(by_job[piece.job_id] for piece in packed.pieces))
+
+    def _adapted(
+        self, layers: range, slices: Sequence[Slice], pieces: Sequence[Piece]
+    ) -> LaunchPart:
+        """A forward of which some rows run through adapters; no graph is recorded of such."""
+        packed = self.packer.pack(pieces)
+        assert self.through is not None, "requests run through adapters, and the machine has none"
+        return LaunchPart(layers, packed, through=self.through(slices, packed))
 
     def _prepare_copy(self, launch: Launch, op: Copy) -> Prepared:
         if op.src.region.kind is not Kind.KV:
@@ -197,7 +213,10 @@ class ServingMachine(Machine[Prepared]):
         if isinstance(part.packed, Frame):
             assert self._graphs is not None
             return self._graphs.run(part.packed)
-        return self._forward(part.packed, part.layers, part.slices)
+        if part.through is None:
+            return self._forward(part.packed, part.layers, part.slices)
+        with part.through:
+            return self._forward(part.packed, part.layers, part.slices)
 
     def _forward(self, packed: Packed, layers: range, slices: Sequence[Slice]) -> Tensor | None:
         """Runs rows through layers; returns the sampled tokens, [R], behind the last layer."""

@@ -16,6 +16,7 @@ from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Patte
 from engine.contract.progress import context_of
 from engine.contract.regions import Place, Pool, Tier, Work, kv_place
 from models.spec import ModelSpec
+from sim.cost.adapters import AdapterRows, adapters_in
 from sim.cost.launch_shape import (
     compute_of,
     context_in,
@@ -221,6 +222,19 @@ class ShapeCost(Protocol):
             ValueError: the cost has no price for finetuning.
         """
 
+    def through_ns(self, rows: AdapterRows) -> int:
+        """What the rows of one version of an adapter add to a launch.
+
+        Args:
+            rows: the shape of these rows.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost has no price for adapters.
+        """
+
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Duration of one copy.
 
@@ -288,7 +302,8 @@ class ShapePriced(LaunchCost):
         """
         training = training_slices(launch)
         if not training:
-            return self.served_ns(launch)
+            ns = self.served_ns(launch)
+            return ns + self.adapters_ns(launch) if compute_of(launch).reads else ns
         op = compute_of(launch)
         if finetunes(training) and training[0].work is not Work.UPDATE:
             return self.windows_ns(launch, training)
@@ -312,7 +327,8 @@ class ShapePriced(LaunchCost):
         if training[0].work is Work.BACKWARD:
             return sum([self.back_ns(window) for window in windows])
         labels = sum([window.labels for window in windows])
-        return self.forward_ns(launch, labels) + sum([self.extra_ns(w) for w in windows])
+        extra_ns = sum([self.extra_ns(window) for window in windows])
+        return self.forward_ns(launch, labels) + extra_ns + self.adapters_ns(launch)
 
     def forward_ns(self: _Shapes, launch: Launch, labels: int) -> int:
         """Duration of serving a launch whose windows are more prompt slices.
@@ -342,6 +358,26 @@ class ShapePriced(LaunchCost):
             ValueError: always, here.
         """
         raise ValueError(f"{self.provenance} has no finetuning; {_TAKE_ROOFLINE}")
+
+    def adapters_ns(self: _Shapes, launch: Launch) -> int:
+        """What adapters of requests add to a launch: each version by its rows.
+
+        Args:
+            launch: a Compute with its pieces.
+
+        Returns:
+            Nanoseconds; 0 where no job has an adapter.
+
+        Raises:
+            ValueError: the cost has no price for adapters.
+        """
+        return sum([self.through_ns(rows) for rows in adapters_in(launch, self.model)])
+
+    def through_ns(self, rows: AdapterRows) -> int:
+        """No price by default: ValueError. See ShapeCost."""
+        raise ValueError(
+            f"{self.provenance} has no adapters of requests; take profile=null, or calibrate"
+        )
 
     def served_ns(self: _Shapes, launch: Launch) -> int:
         """Duration of a launch that only serves.
@@ -480,6 +516,8 @@ class _Shapes(ShapeCost, Protocol):
     def windows_ns(self, launch: Launch, training: Sequence[Slice]) -> int: ...
 
     def forward_ns(self, launch: Launch, labels: int) -> int: ...
+
+    def adapters_ns(self, launch: Launch) -> int: ...
 
 
 @dataclass(frozen=True)

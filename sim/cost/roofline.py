@@ -13,6 +13,7 @@ from engine.contract.executor import Contexts, Launch, Pieces
 from engine.contract.plan import HOST_LANE, Pattern
 from models.operators import Operator, decode_of, operators, prefill_operator
 from models.spec import ModelSpec
+from sim.cost.adapters import AdapterRows, adapter_operators
 from sim.cost.contract import FEW, ShapePriced
 from sim.cost.launch_shape import forward_shape, sizes
 from sim.cost.training_launch import Trained
@@ -77,6 +78,9 @@ class Roofline(ShapePriced):
     _dense_ns: dict[int, Dense] = field(default_factory=dict, init=False, repr=False, compare=False)
     _heads_ns: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _windows_ns: dict[WindowShape, int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _through_ns: dict[AdapterRows, int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -292,6 +296,20 @@ class Roofline(ShapePriced):
         if (ns := self._windows_ns.get(key)) is None:
             ns = round(self._busy_ns(extra_operators(self.model, window)))
             self._windows_ns[key] = ns
+        return ns
+
+    def through_ns(self, rows: AdapterRows) -> int:
+        """What the rows of one version of an adapter add to a launch, by its operators.
+
+        Args:
+            rows: the shape of these rows.
+
+        Returns:
+            Nanoseconds.
+        """
+        if (ns := self._through_ns.get(rows)) is None:
+            ns = round(self._busy_ns([*adapter_operators(self.model, rows)]))
+            self._through_ns[rows] = ns
         return ns
 
     def back_ns(self, window: WindowShape) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -14,7 +15,8 @@ import numpy as np
 from engine.contract.executor import Launch
 from engine.contract.regions import PageSize
 from models.spec import ModelSpec
-from sim.cost.contract import FEW, ShapePriced
+from sim.cost.adapters import AdapterRows, adapter_terms
+from sim.cost.contract import FEW, ShapeCost, ShapePriced
 from sim.cost.launch_shape import forward_shape
 from sim.cost.piecewise import Lookup, Table, check_nodes, check_times
 from sim.cost.training_launch import Trained
@@ -57,13 +59,16 @@ class TableCost(ShapePriced):
     model   the model that was calibrated
     page    the KV page of the calibration
     source  the profile, in words for results
+    assumed prices adapters that no table was fitted to; None: there is no price
     """
 
     tables: Mapping[str, Table]
     model: ModelSpec
     page: PageSize
     source: str
+    assumed: ShapeCost | None = field(default=None, compare=False)
     _lookups: dict[str, Lookup] = field(init=False, repr=False, compare=False)
+    _assumed: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
     form: str = field(default="table", init=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +95,8 @@ class TableCost(ShapePriced):
     @property
     def extrapolated(self) -> dict[str, int]:
         """Number of distinct points looked up outside the grid, by table; empty is good."""
-        return {name: lookup.outside for name, lookup in self._lookups.items() if lookup.outside}
+        outside = {name: lookup.outside for name, lookup in self._lookups.items() if lookup.outside}
+        return outside | {f"{name} (not fitted)": n for name, n in self._assumed.items()}
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """Duration of one serving launch: a sum over tables.
@@ -180,6 +186,25 @@ class TableCost(ShapePriced):
         """
         return self._window_ns(extra_terms(window), window)
 
+    def through_ns(self, rows: AdapterRows) -> int:
+        """What the rows of one version of an adapter add to a launch.
+
+        Args:
+            rows: the shape of these rows.
+
+        Returns:
+            Nanoseconds; those of `assumed` where the profile has no such adapter.
+
+        Raises:
+            ValueError: neither has a price.
+        """
+        if rows.table not in self._lookups:
+            if self.assumed is None:
+                return super().through_ns(rows)
+            self._assumed[rows.table] += 1
+            return self.assumed.through_ns(rows)
+        return round(sum(self._lookups[name][point[0]] for name, point in adapter_terms(rows)))
+
     def back_ns(self, window: WindowShape) -> int:
         """Duration of a window back.
 
@@ -222,7 +247,7 @@ class TableCost(ShapePriced):
         lookup = self._lookups.get(name if name in self._lookups else direction)
         if lookup is None:
             where = f"{self.source} has no copies {direction}"
-            raise ValueError(f"{where}; calibrate with a memory policy that swaps")
+            raise ValueError(f"{where}; calibrate with a policy that makes such copies")
         return round(lookup[nbytes])
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
@@ -258,7 +283,7 @@ class TableCost(ShapePriced):
             for name, table in self.tables.items()
         }
         source = f"{self.source}, x{factor:.4f} ({why})"
-        return TableCost(tables, self.model, self.page, source)
+        return replace(self, tables=tables, source=source)
 
     def as_deep_as(self, model: ModelSpec) -> TableCost:
         """This cost for another number of layers.
@@ -273,7 +298,7 @@ class TableCost(ShapePriced):
         if self.serves:
             return self
         named = replace(self.model, name=model.name, num_layers=model.num_layers)
-        return TableCost(self.tables, named, self.page, self.source)
+        return replace(self, model=named)
 
     def save(self, path: Path) -> None:
         """Writes one JSON file, whole or not at all, and seals its hash.

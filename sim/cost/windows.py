@@ -134,7 +134,7 @@ def shape_of(
         labels = job.sample(microbatch).loss_rows(context, context + tokens)
     if layout is not None and layout.windows is not None:
         again = sum([layout.windows.kept[unit] < kept for unit in layers])
-    adapted = _adapted(model, job.recipe)
+    adapted = adapted_products(model, job.recipe)
     trains, rank = (ADAPTERS, job.recipe.lora_rank or 0) if adapted else (FULL, 0)
     trained = _trained(model, job.recipe)
     is_part = context > 0 or tokens < job.tokens_of(microbatch)
@@ -160,8 +160,16 @@ def _trained(model: ModelSpec, recipe: Recipe) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _adapted(model: ModelSpec, recipe: Recipe) -> tuple[tuple[int, int], ...]:
-    """Inputs and outputs of the products of a layer that have adapters."""
+def adapted_products(model: ModelSpec, recipe: Recipe) -> tuple[tuple[int, int], ...]:
+    """Inputs and outputs of the products of a layer that have adapters.
+
+    Args:
+        model: the model.
+        recipe: its `lora_rank` and `lora_targets`.
+
+    Returns:
+        (inputs, outputs) pairs; () without adapters.
+    """
     parameters, units = model_parameters(model, recipe)
     own = [parameters[p] for p in units[model.num_layers]]
     downs = [p for p in own if ".lora_A." in p.name]

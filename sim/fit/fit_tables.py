@@ -13,6 +13,7 @@ from engine.contract.plan import COMPUTE_LANES
 from engine.contract.regions import PageSize, Work
 from engine.results.plan_log import LoggedSlice
 from models.spec import ModelSpec
+from sim.cost.adapters import adapter_terms
 from sim.cost.piecewise import Nodes, Table
 from sim.cost.tables import (
     CONTENDED,
@@ -29,6 +30,8 @@ from sim.cost.training_launch import FORWARD, LIGHT, UPDATE, Trained, unit_of, u
 from sim.cost.training_operators import Terms, is_of_training, is_straight, training_terms
 from sim.cost.windows import WindowPart, back_terms, extra_terms, shape_of
 from sim.fit.recorded_shapes import (
+    NO_ADAPTERS,
+    Adapted,
     Copied,
     Launched,
     Observed,
@@ -36,6 +39,7 @@ from sim.fit.recorded_shapes import (
     Point,
     Shape,
     Windowed,
+    launched,
     observed,
     points,
     rows_of,
@@ -51,11 +55,13 @@ class RecordedTraining(NamedTuple):
     """The STEPS of a run (Arrow or pandas), and its training jobs with their layouts.
 
     Where jobs finetune, `launches` has the slices of each launch of a step, as plans name them.
+    `adapted` has the requests that run through adapters, by number.
     """
 
     steps: Any
     jobs: Mapping[int, tuple[TrainingJob, TrainingLayout]]
     launches: Mapping[int, Sequence[Sequence[LoggedSlice]]] = MappingProxyType({})
+    adapted: Mapping[int, Adapted] = NO_ADAPTERS
 
 
 def fit_training(
@@ -81,7 +87,7 @@ def fit_training(
 
 def all_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]:
     """Every duration of a run, launches that train among them."""
-    return [*observed(run.steps), *trained_observed(run, model)]
+    return [*observed(run.steps, run.adapted), *trained_observed(run, model)]
 
 
 def trained_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]:
@@ -137,7 +143,7 @@ def _windowed(
     assert piece.layers is not None, "a window names its units"
     part = WindowPart(piece.work, piece.layers, piece.microbatch, piece.tokens, context)
     window = shape_of(part, job, layout, model)
-    return Windowed(Launched(tuple(sorted(pairs)), int(row["samples"])), window)
+    return Windowed(launched(row, run.adapted), window)
 
 
 def _kept(work: str, unit: int, layout: TrainingLayout) -> str:
@@ -255,8 +261,8 @@ def terms(shape: Shape) -> Terms:
     if isinstance(shape, Windowed):
         if shape.window.work == Work.BACKWARD:
             return back_terms(shape.window)
-        launched = shape.launched._replace(samples=shape.launched.samples + shape.window.labels)
-        return [*terms(launched), *extra_terms(shape.window)]
+        forward = shape.launched._replace(samples=shape.launched.samples + shape.window.labels)
+        return [*terms(forward), *extra_terms(shape.window)]
     if isinstance(shape, Copied):
         return [(shape.direction + (CONTENDED if shape.contended else ""), (shape.nbytes,))]
     found: Terms = [(LINEAR, (sum(n for n, _ in shape.slices),))]
@@ -267,6 +273,8 @@ def terms(shape: Shape) -> Terms:
             found.append((FIRST, (n,)))
         else:
             found.append((DECODE, (context,)) if n == 1 else (PREFILL_SLICE, (n, context)))
+    for rows in shape.adapters:
+        found += adapter_terms(rows)
     return found
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine.contract.plan import COMPUTE_LANE
+from sim.cost.adapters import AdapterRows
 from sim.cost.training_launch import Trained
 from sim.cost.windows import WindowShape
 
@@ -25,10 +27,14 @@ DECODE_ONLY, PREFILL_ONLY, WITH_PAST, MIXED, HOST = (
 
 
 class Launched(NamedTuple):
-    """The shape of a compute launch: slices as sorted (tokens, context), rows of the head."""
+    """The shape of a compute launch: slices as sorted (tokens, context), rows of the head.
+
+    `adapters` has the rows of each version of an adapter, sorted.
+    """
 
     slices: tuple[tuple[int, int], ...]
     samples: int
+    adapters: tuple[AdapterRows, ...] = ()
 
     @property
     def group(self) -> str:
@@ -90,11 +96,37 @@ class Point:
     repeats: int
 
 
-def observed(steps: Any) -> list[Observed]:
+class Adapted(NamedTuple):
+    """The adapter of a request: which version of which, and the shape of a row through it."""
+
+    version: Hashable
+    row: AdapterRows
+
+
+NO_ADAPTERS: Mapping[int, Adapted] = MappingProxyType({})
+
+
+def launched(row: Mapping[str, Any], adapted: Mapping[int, Adapted] = NO_ADAPTERS) -> Launched:
+    """The shape of a row of STEPS that serves; `adapted` has requests with adapters by number."""
+    pairs = zip(map(int, row["tokens"]), map(int, row["contexts"]), strict=True)
+    shape = Launched(tuple(sorted(pairs)), int(row["samples"]))
+    if not adapted:
+        return shape
+    rows, kinds = defaultdict[Hashable, int](int), dict[Hashable, AdapterRows]()
+    for job_id, tokens in zip(row["jobs"], row["tokens"], strict=True):
+        if (own := adapted.get(int(job_id))) is not None:
+            rows[own.version] += int(tokens)
+            kinds[own.version] = own.row
+    found = [kinds[version]._replace(rows=count) for version, count in rows.items()]
+    return shape._replace(adapters=tuple(sorted(found)))
+
+
+def observed(steps: Any, adapted: Mapping[int, Adapted] = NO_ADAPTERS) -> list[Observed]:
     """Every duration in a STEPS table (Arrow or pandas): launches, copies, host parts of plans.
 
     Training launches are left out: sim.fit.fit_tables reads them with their jobs. Host parts count
-    if any is above zero: a step table of another engine may have none.
+    if any is above zero: a step table of another engine may have none. `adapted` has the requests
+    that run through adapters, by number.
     """
     rows = rows_of(steps)
     found: list[Observed] = []
@@ -102,9 +134,7 @@ def observed(steps: Any) -> list[Observed]:
     for row in rows:
         is_training = trains(row)
         if row["lane"] == COMPUTE_LANE and not is_training:
-            pairs = zip(map(int, row["tokens"]), map(int, row["contexts"]), strict=True)
-            shape = Launched(tuple(sorted(pairs)), int(row["samples"]))
-            found.append((shape, int(row["end_ns"] - row["start_ns"])))
+            found.append((launched(row, adapted), int(row["end_ns"] - row["start_ns"])))
         plan = plans[int(row["device"]), int(row["step"])]
         tokens = () if row["tokens"] is None else row["tokens"]
         plan[0] += len(tokens) or 1

@@ -173,6 +173,7 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     peak = metrics.get("peak_kv_usage")
     if peak is not None:
         lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
+    lines += _adapters(metrics)
     if metrics["backend"] != "openai":  # a server's memory is not ours to plan
         lines.append(_memory(provenance))
     else:
@@ -389,6 +390,15 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
         used = shown_bytes(metrics["peak_gpu0_used_bytes"])
         told.append(f"device peak: {used}: {shown_parts(there)}")
     return told
+
+
+def _adapters(metrics: Mapping[str, Any]) -> list[str]:
+    """Adapters of requests: what they hold of the device at most, and how often one was copied."""
+    if "adapter_loads" not in metrics:
+        return []
+    peak = shown_bytes(metrics.get("peak_gpu0_adapter_bytes", 0))
+    loads, moved = metrics["adapter_loads"], shown_bytes(metrics["adapter_loaded_bytes"])
+    return [f"adapters: {peak} on the device at most; {loads} copies to it, {moved}"]
 
 
 def _finetuned(metrics: Mapping[str, Any]) -> list[str]:

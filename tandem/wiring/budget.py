@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple
 
+from engine.contract.adapters import AdapterSpec
 from engine.contract.layout import Layout
 from engine.contract.policy import Policy, traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
@@ -244,6 +245,38 @@ def _most_needed(page: PageSize, requests: Sequence[Request], policy: Policy) ->
     reserved = promised.reserved_tokens or None
     nbytes = page.bytes_for(reserved or longest) + promised.spare_pages * page.nbytes
     return MostNeeded(longest, reserved, nbytes)
+
+
+def with_adapters(
+    room: Room,
+    adapters: Sequence[AdapterSpec],
+    requests: Sequence[Request],
+    policy: Policy,
+    budget: Budget,
+) -> Room:
+    """The room with the homes of adapters on the hosts.
+
+    ValueError where these do not fit, or the longest request has no room beside an adapter.
+    """
+    homes = sum([adapter.nbytes for adapter in adapters])
+    for (tier, _), nbytes in room.capacity_bytes.items():
+        if tier is Tier.HOST and homes > nbytes:
+            raise ValueError(
+                f"adapters: {_mib(homes - nbytes)} short: their homes take {_mib(homes)} of the "
+                f"{_mib(nbytes)} of the host; raise budget.host_bytes, or take fewer, or a lower "
+                "adapters.rank"
+            )
+    kv = room.capacity_bytes[GPU] - sum([n for p, n in room.layout.places.items() if p.pool == GPU])
+    largest = max([adapter.nbytes for adapter in adapters])
+    longest, reserved, needed = _most_needed(room.page, requests, policy)
+    if not budget.may_refuse and kv < needed + largest:
+        told, _ = asks(longest, reserved)
+        raise ValueError(
+            f"budget: {_mib(needed + largest - kv)} short: an adapter takes {_mib(largest)} of the "
+            f"{_mib(kv)} for KV, and {told} needs {_mib(needed)}; raise budget.fraction or "
+            "budget.kv_pages, lower adapters.rank, or allow refusals with budget.may_refuse=true"
+        )
+    return replace(room, layout=room.layout.with_adapters(adapters, room.capacity_bytes))
 
 
 def check_states(

@@ -87,7 +87,8 @@ def replay(
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
     finetunes = any(trainee.job.finetunes for trainee in run_spec.trainees)
     names_tenants = any(item.tenant for item in run_spec.work)
-    own = Recorder(backend.meter, keeps_steps, finetunes, names_tenants)
+    names_adapters = bool(run_spec.room.layout.adapters)
+    own = Recorder(backend.meter, keeps_steps, finetunes, names_tenants, names_adapters)
     engine = engine_of(run_spec, backend, own)
     before = backend.probe()
     write_status(folder, RUNNING)

@@ -101,7 +101,7 @@ def on_cpu(run_spec: RunSpec) -> Machine[Any]:
     from runtime.serving.model import build_model
 
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
-    if finetunes(run_spec):
+    if finetunes(run_spec) or run_spec.room.layout.adapters:
         return finetuning_machine(run_spec)
     training = training_machine(run_spec)
     if not run_spec.requests:
@@ -118,8 +118,10 @@ def finetunes(run_spec: RunSpec) -> bool:
 def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     """What serves and finetunes on this CPU: adapters over the one model that is served.
 
-    ValueError where nothing is served, whose pages and weights a job would use.
+    Requests may run through adapters, too. ValueError where nothing is served, whose pages and
+    weights a job would use.
     """
+    from runtime.finetuning.adapters import ServedAdapters
     from runtime.finetuning.finetuner import Finetuner
     from runtime.finetuning.machine import FinetuningMachine
     from runtime.finetuning.model import FinetunedModel
@@ -133,8 +135,8 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
         )
     if run_spec.replicas > 1:
         raise ValueError(
-            f"replicas={run_spec.replicas}: finetuning beside requests is computed on one device; "
-            "take replicas=1, or backend=sim"
+            f"replicas={run_spec.replicas}: finetuning beside requests, and requests through "
+            "adapters, are computed on one device; take replicas=1, or backend=sim"
         )
     (serving,) = machines(run_spec, [build_model(run_spec.spec, run_spec.seed)])
     served, arena = serving.decoder.model, serving.arenas[Tier.GPU, 0]
@@ -145,7 +147,10 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
         found[job.job_id] = Finetuner(
             job, model, layout.training[job.job_id], asked.batches, store, arena
         )
-    return FinetuningMachine(serving, found, store, layout.places)
+    adapters = ServedAdapters(layout.adapters, run_spec.spec, served, store)
+    return FinetuningMachine(
+        serving, found, store, layout.places, adapters if layout.adapters else None
+    )
 
 
 def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Machine[Any]:
@@ -153,6 +158,11 @@ def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Machine[An
 
     ValueError where a job finetunes in windows, which only a CPU computes.
     """
+    if run_spec.room.layout.adapters:
+        raise ValueError(
+            "backend=cuda: requests run through adapters on the CPU alone; take backend=cpu, or "
+            "predict it with backend=sim"
+        )
     if finetunes(run_spec):
         raise ValueError(
             "backend=cuda: finetuning in windows is computed on the CPU alone; take backend=cpu, "

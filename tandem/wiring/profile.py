@@ -20,10 +20,19 @@ from engine.contract.regions import PageSize
 from engine.results.plan_log import launches_of_plans
 from engine.results.schema import read_table
 from models.spec import ModelSpec
+from sim.cost.adapters import shape_of_rows
 from sim.cost.tables import TableCost
 from sim.fit.errors import ALL, errors_of, operator_errors
 from sim.fit.fit_tables import RecordedTraining, all_observed, fit_observed, fit_training
-from sim.fit.recorded_shapes import HOST, Copied, Observed, Planned, observed
+from sim.fit.recorded_shapes import (
+    HOST,
+    NO_ADAPTERS,
+    Adapted,
+    Copied,
+    Observed,
+    Planned,
+    observed,
+)
 from tandem.config.compose import composed
 from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.backends import (
@@ -169,12 +178,33 @@ def _replayed(folder: Path, kind: str, spec: ModelSpec) -> list[Observed]:
     found = list[Observed]()
     for path in sorted(folder.glob(f"{kind}-*/steps.parquet")):
         run = path.parent
+        steps, adapted = read_table(path), _adapted_in(run)
         if (run / "samples.parquet").is_file():
             jobs, launches = _jobs_of(run), launches_of_plans(run / "plans.parquet")
-            found += all_observed(RecordedTraining(read_table(path), jobs, launches), spec)
+            found += all_observed(RecordedTraining(steps, jobs, launches, adapted), spec)
         else:
-            found += observed(read_table(path))
+            found += observed(steps, adapted)
     return found
+
+
+def _adapted_in(run: Path) -> Mapping[int, Adapted]:
+    """The requests of a run that ran through adapters, by number; empty where none did."""
+    config = yaml_value(checked_text(run / "config.yaml"), run / "config.yaml")
+    asked = config.get("adapters") or {}  # earlier versions' runs have none
+    if not asked.get("count") and not asked.get("names"):
+        return NO_ADAPTERS
+    run_spec = run_spec_of(ComposedConfig({**config, "trusted": []}, ()))
+    rows = {
+        adapter.name: shape_of_rows(run_spec.spec, adapter.recipe, 0)
+        for adapter in run_spec.room.layout.adapters
+    }
+    names = ["request_id", "adapter", "adapter_version"]
+    found = read_table(run / "requests.parquet", columns=names).to_pylist()
+    return {
+        row["request_id"]: Adapted((row["adapter"], row["adapter_version"]), rows[row["adapter"]])
+        for row in found
+        if row["adapter"]
+    }
 
 
 def _jobs_of(run: Path) -> dict[int, tuple[TrainingJob, TrainingLayout]]:

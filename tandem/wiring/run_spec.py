@@ -22,7 +22,15 @@ from tandem.config.build import Builder
 from tandem.config.check import arguments, conform
 from tandem.config.composed_config import ComposedConfig
 from tandem.config.slo import Decoding, decoding_of
-from tandem.wiring.budget import Budget, Room, check_states, room_for, training_room
+from tandem.wiring.adapters import adapters_of
+from tandem.wiring.budget import (
+    Budget,
+    Room,
+    check_states,
+    room_for,
+    training_room,
+    with_adapters,
+)
 from tandem.wiring.cost import KernelProfile, foreign_cost, is_kernel_profile
 from tandem.wiring.training import Trainee, laid_out, trainees_of
 from tandem.wiring.workload import requests_of
@@ -128,9 +136,14 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
             "what is served; take another, or none (profile=null)"
         )
     room = _room(config, device, spec, page, requests, trainees, policy, replicas)
+    adapters = adapters_of(config, spec, policy, [trainee.job for trainee in trainees])
+    if adapters:
+        budget, _ = _space(config, device)
+        room = with_adapters(room, adapters, requests, policy, budget)
     shown = PolicyCost(quoted or cost, _nothing)
     left_bytes = dict(room.capacity_bytes)
-    if finetunes := any([trainee.job.finetunes for trainee in trainees]):
+    finetunes = any([trainee.job.finetunes for trainee in trainees])
+    if finetunes or adapters:
         for place, nbytes in room.layout.places.items():
             left_bytes[place.pool] -= nbytes
     planned = laid_out(config, builder, trainees, left_bytes, shown, policy)
@@ -147,7 +160,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         device,
         cost,
         policy,
-        replace(room, layout=replace(planned, places=places)),
+        replace(room, layout=replace(planned, places=places, adapters=adapters)),
         replicas,
         router_of(config, builder, policy, replicas),
         depth,
@@ -340,6 +353,7 @@ def cost_of(
     from tandem.wiring.cost import read_cost
 
     cost = read_cost(path, spec, device, page)
+    cost = replace(cost, assumed=Roofline(device, spec, page.tokens, group))
     return cost if pace == 1 else cost.scaled(pace, "pace")
 
 

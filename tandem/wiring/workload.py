@@ -16,6 +16,7 @@ from models.spec import ModelSpec
 from tandem.config.build import Builder
 from tandem.config.check import arguments, conform
 from tandem.config.slo import check_classes, shares_of, tenant_shares_of
+from tandem.wiring.adapters import through_adapters
 from traces.files import absent
 from traces.import_cache import cached_import
 from traces.serving.arrivals import assign, num_arrivals
@@ -97,6 +98,7 @@ def requests_of(
         requests = with_shares(requests, shares, seed)
     _check_lengths(requests, spec)
     requests = _arriving(requests, config, builder, overrides, seed)
+    requests = through_adapters(requests, config, seed)
     shares = tenant_shares_of(config)
     return with_tenants(requests, shares, seed) if shares else requests
 

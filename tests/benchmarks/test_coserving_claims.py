@@ -13,6 +13,7 @@ import pytest
 
 from analysis.fidelity import DEVICE_PEAK, FINETUNED, KV_PEAK
 from analysis.run import Run, load
+from benchmarks.coserving import adapters as adapters_claim
 from benchmarks.coserving import coserving_fidelity as fidelity
 from benchmarks.coserving import token_deadlines as deadlines
 from benchmarks.coserving.host_share import host_share
@@ -184,3 +185,15 @@ def test_splits_that_fit_and_do_not_are_foreseen(policy: Any) -> None:
         for words in map(policy.settings_for, (policy.tried[0], policy.tried[-1]))
     ]
     assert found == [(False, False), (True, True)]
+
+
+def test_bytes_of_an_adapter_are_those_of_the_run() -> None:
+    words = [*adapters_claim.ADAPTERS, "adapters.count=2", "model=micro_llama", "limit=2"]
+    found = run_spec_of(composed(words))
+    sizes = {adapter.nbytes for adapter in found.room.layout.adapters}
+    assert sizes == {adapters_claim.formula_bytes(found.spec)}
+
+
+def test_loads_of_adapters_are_equal_on_every_backend() -> None:
+    words = [*adapters_claim.ADAPTERS, "model=micro_llama", "adapters.count=6", "limit=6"]
+    assert adapters_claim.are_loads_equal([*words, "adapters.zipf=0.2"], 6)

@@ -14,6 +14,9 @@ STEPS = "tests/finetuning/test_windows_steps.py"
 ENGINE = "tests/engine/test_windows.py"
 POLICY = "tests/policies/test_coserve.py"
 SLO = "tests/policies/test_coserve_slo.py"
+ADAPTERS = "tests/finetuning/test_served_adapters.py"
+PUBLISHED = "tests/finetuning/test_published_adapters.py"
+RESIDENT = "tests/policies/test_adapters.py"
 FIGURES = "tests/analysis/test_experiments.py"
 SPATIAL, OFFLOADED = "tests/policies/test_spatial.py", "tests/policies/test_offloaded_windows.py"
 LANES, VTC = "tests/finetuning/test_spatial_runs.py", "tests/policies/test_vtc.py"
@@ -68,6 +71,18 @@ SHOWN = {
     "never over capacity on two lanes": f"{SPATIAL}::test_laws_hold_under_pressure",
     "plans are played back": f"{POLICY}::test_a_log_is_played_back",
     "plans on two lanes are played back": f"{SPATIAL}::test_a_log_is_played_back_on_its_lanes",
+    # adapters of requests
+    "tokens with adapters equal peft's generate": f"{ADAPTERS}::test_tokens_equal_those_of_peft",
+    "adapters: sim and lockstep plan alike": f"{ADAPTERS}::test_plans_are_those_of_the_simulation",
+    "resident bytes of adapters are exact": (
+        f"{ADAPTERS}::test_resident_bytes_are_exact_by_the_meter"
+    ),
+    "a request keeps its version": (
+        f"{PUBLISHED}::test_a_request_keeps_the_version_with_which_it_was_admitted"
+    ),
+    "adapters: LRU": f"{RESIDENT}::test_the_least_recently_used_goes_first",
+    "pages are keyed by adapter": f"{RESIDENT}::test_pages_of_another_adapter_are_never_found",
+    "adapters under pressure keep every law": f"{RESIDENT}::test_random_traces_keep_every_law",
     # bytes
     "kept bytes equal their formula": f"{BYTES}::test_a_layer_keeps_the_bytes_of_the_formula",
     "frozen weights lie there once": (
@@ -84,6 +99,7 @@ SHOWN = {
     ),
     "8 memory splits, and the largest share of serving": f"{CLAIMS}/memory_split.py",
     "host share at most 5 %": f"{CLAIMS}/host_share.py",
+    "1, 4, 16 adapters: bytes, loads, TPOT 5 %": f"{CLAIMS}/adapters.py",
     "behaviour of two lanes is marked assumed": (
         f"{LANES}::test_measured_lanes_take_turns_and_say_so"
     ),

@@ -190,7 +190,8 @@ def test_a_batch_may_be_a_list(fast_forward: bool) -> None:
         ("prompt_token", "prompt_tokens, "),
         (
             "xyz",
-            "arrival_ns, computed_tokens, device, generated_tokens, is_prefilling, job_id, ",
+            "adapter, arrival_ns, computed_tokens, device, generated_tokens, is_prefilling, "
+            "job_id, ",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.contract.adapters import AdapterSpec
 from engine.contract.layout import Layout, Mode
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region, Tier
 from engine.loop.completions import check_requests
@@ -30,6 +31,7 @@ from policies.scheduling.orca import Orca
 from policies.scheduling.recorded import RecordedPlans
 from policies.scheduling.static_batching import StaticBatching
 from policies.scheduling.vllm_v1 import VllmV1
+from policies.sharing.adapters import AdapterMemory
 from policies.sharing.time_shared import DividedMemory, TakeTurns
 from policies.training.training_order import TrainingOrder
 from policies.training.zero3_offload import Zero3Offload
@@ -39,9 +41,11 @@ from tests.support.jumps import Shaped
 from tests.support.offload import MEMORIES, NO_PAGES, ROOMY, duration_ns, job_of, shape_of
 from tests.support.replays import ToyExecutor, random_requests
 from traces.serving.request import Request, TrainingJob
+from traces.training.recipe import Recipe
 
 PAGE = PageSize(tokens=4, nbytes=4000)
 KINDS = ("serving", "prefix", "swap", "replicas", "shared", "training", "group", "playback")
+KINDS += ("adapters",)
 LIMIT_S = 20  # a replay that takes longer hangs
 TRAINING_JOB = 1000
 
@@ -141,7 +145,9 @@ def random_case(seed: int, kind: str | None = None) -> Case:
         work = [job, *requests]
         gpus = {(Tier.GPU, 0): 80 * PAGE.nbytes}
         hosts = {(Tier.HOST, 0): 60 * PAGE.nbytes}
-    is_toy = kind == "shared" or rng.random() < 0.6
+    elif kind == "adapters":
+        layout, work, policy = _adapted(rng, layout, hosts, requests)
+    is_toy = kind in ("shared", "adapters") or rng.random() < 0.6
     noise = rng.choice([0.0, 0.4]) if is_toy else 0.0
     case = Case(
         kind,
@@ -158,6 +164,20 @@ def random_case(seed: int, kind: str | None = None) -> Case:
         None,
     )
     return case if kind != "playback" else _played(case)
+
+
+def _adapted(
+    rng: random.Random, layout: Layout, hosts: dict[Any, int], requests: Sequence[Request]
+) -> tuple[Layout, Sequence[Request], Any]:
+    """Requests through adapters, of which few fit on the device beside KV."""
+    specs = [
+        AdapterSpec(name, Recipe(lora_rank=4), rng.randint(1, 4 * PAGE.nbytes)) for name in "abcd"
+    ]
+    hosts[Tier.HOST, 0] += sum([spec.nbytes for spec in specs])
+    work = [replace(request, adapter=rng.choice(("", *"abcd"))) for request in requests]
+    memory = rng.choice([PagedRestart(), PagedSwap()])
+    adapters = AdapterMemory(memory, rng.choice([None, 1, 2]))
+    return layout.with_adapters(specs, hosts), work, Composed(_scheduling(rng), adapters)
 
 
 def _played(case: Case) -> Case:

@@ -1005,6 +1005,63 @@ def _(scene: Scene) -> Any:
     return replace(scene.plan, ops=tuple(new if op is launch else op for op in ops))
 
 
+# ---- rule ADAPTER
+def _adapter(scene: Scene) -> Place | None:
+    """An adapter that the honest launch runs through."""
+    reads = () if scene.launch is None else scene.launch.reads
+    found: Place | None = pick(scene, [p for p in reads if p.region.kind is Kind.ADAPTER])
+    return found
+
+
+def _launched(name: str, change: Callable[[Compute, Place], Compute], *rules: Rule) -> None:
+    """Registers a launch that does something else with an adapter."""
+
+    def make(scene: Scene) -> Any:
+        place, launch = _adapter(scene), scene.launch
+        if place is None or launch is None:
+            return None
+        return swapped(scene.plan, launch, change(launch, place))
+
+    fault(name, Rule.ADAPTER, *rules)(make)
+
+
+def _other_version(place: Place) -> Place:
+    return place._replace(region=place.region._replace(slot=place.region.slot + 1))
+
+
+def _reads(launch: Compute, place: Place, *others: Place) -> Compute:
+    return changed(launch, reads=(*[p for p in launch.reads if p != place], *others))
+
+
+_launched("an adapter that is not read", _reads)
+_launched("another version is read", lambda x, p: _reads(x, p, _other_version(p)), Rule.HELD)
+_launched("an adapter is written", lambda x, p: changed(x, writes=(*x.writes, p)))
+
+
+def _placed(name: str, make_op: Callable[[Place], Any], *rules: Rule) -> None:
+    """Registers an operation on an adapter behind the launch that runs through it."""
+
+    def make(scene: Scene) -> Any:
+        place = _adapter(scene)
+        return None if place is None else behind(scene.plan, make_op(place))
+
+    fault(name, Rule.ADAPTER, *rules)(make)
+
+
+def _at_home(place: Place) -> Place:
+    return place._replace(tier=Tier.HOST)
+
+
+_placed("an adapter copied onto its home", lambda place: Copy(place, _at_home(place)))
+_placed("the home of an adapter freed", lambda place: Free(_at_home(place)), Rule.JOB)
+_placed("bytes for an adapter", lambda place: Grow(place, 4), Rule.JOB)
+_placed(
+    "a version from nowhere",
+    lambda place: Copy(place, _at_home(_other_version(place))),
+    Rule.COPY,
+)
+
+
 # ---- rule COPY
 @fault("another job's KV copied", Rule.COPY)
 def _(scene: Scene) -> Any:

@@ -117,7 +117,8 @@ class TrainingJob:
     A job with `samples` finetunes: a microbatch is one of them, in their order and from the first
     again, and goes through the units in windows of tokens. `sequence_tokens` is then the length of
     the longest that the job has memory for. With `until_served` the job ends when the last request
-    of the trace has left. `tenant` is whose job it is, as of a Request.
+    of the trace has left. `tenant` is whose job it is, as of a Request. What it trains is published
+    as a new version of the adapter `publish` behind every `publish_every`-th update; "": never.
     """
 
     job_id: int
@@ -136,12 +137,14 @@ class TrainingJob:
     samples: tuple[Sample, ...] = ()
     until_served: bool = False
     tenant: str = ""
+    publish: str = ""
+    publish_every: int = 1
 
     def __post_init__(self) -> None:
         for name in ("job_id", "arrival_ns"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training job {self.job_id}: {name} must be at least 0")
-        counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks")
+        counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks", "publish_every")
         for name in counts:
             if getattr(self, name) < 1:
                 given = f"{name}={getattr(self, name)}"

@@ -13,7 +13,7 @@ from traces.records import NS_PER_S
 from traces.serving.request import Request
 
 # Streams of a seed: arrivals draw from the seed itself, lengths from its stream 1.
-STREAM, TENANT_STREAM = 2, 3
+STREAM, TENANT_STREAM, ADAPTER_STREAM = 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,19 @@ def with_tenants(
     """
     names = _drawn(requests, shares, "tenants.shares", (seed, TENANT_STREAM))
     return [replace(request, tenant=name) for request, name in zip(requests, names, strict=True)]
+
+
+def with_adapters(
+    requests: Sequence[Request], shares: Mapping[str, float], seed: int = 0
+) -> list[Request]:
+    """The requests with adapters drawn by their shares; the turns of a session have one adapter.
+
+    A request that names an adapter keeps it. Equal seeds give equal adapters, and further requests
+    do not change the adapters of earlier ones. Raises ValueError where the shares do not sum to 1.
+    """
+    names = _drawn(requests, shares, "adapters", (seed, ADAPTER_STREAM))
+    pairs = zip(requests, names, strict=True)
+    return [r if r.adapter else replace(r, adapter=name) for r, name in pairs]
 
 
 def _drawn(

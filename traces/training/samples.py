@@ -256,6 +256,8 @@ class Finetuning(TrainingWork):
     makes `num_steps` updates, going through its samples again where these are more; without them as
     many as take each sample once, and begin again for what the last update lacks. With
     `until_served` it ends with the last request. `tenants` ask for a job each in the place of one.
+    What it trains is published as a version of the adapter `publish` behind every
+    `publish_every`-th update; "": never.
     """
 
     data: Samples
@@ -263,12 +265,19 @@ class Finetuning(TrainingWork):
     rate: float | None = None
     until_served: bool = True
     tenants: Sequence[str] = ()
+    publish: str = ""
+    publish_every: int = 1
 
     def __post_init__(self) -> None:
         if self.tenants and (self.tenant or len({*self.tenants}) < len(self.tenants)):
             raise ValueError(
                 f"training.tenants=[{', '.join(self.tenants)}]: a job for each, with other names; "
                 "leave training.tenant out"
+            )
+        if self.publish_every < 1 or (self.publish and self.tenants):
+            raise ValueError(
+                f"training.publish={self.publish}, publish_every={self.publish_every}: one job "
+                "publishes, behind every update or behind every n-th"
             )
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"training.rate={self.rate}: it must be above 0, or null for all")
@@ -309,6 +318,8 @@ class Finetuning(TrainingWork):
             samples=samples,
             until_served=self.until_served,
             tenant=self.tenant,
+            publish=self.publish,
+            publish_every=self.publish_every,
         )
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:

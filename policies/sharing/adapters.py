@@ -1,0 +1,179 @@
+"""Adapters of requests: which of them lie on the device, beside keys and values.
+
+A launch runs requests of several adapters at once (S-LoRA, MLSys 2024; Punica, MLSys 2024). Every
+adapter has its home on the host; copies on the device come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.contract.adapters import AdapterVersion, resident_adapters
+from engine.contract.plan import Slice
+from engine.contract.policy import Memory, PlanBuilder, Traits, traits_of
+from engine.contract.regions import Kind, Place, Pool, Tier, kv_place
+from engine.contract.view import View
+from policies.sharing.coserve import Without
+
+
+@dataclass(frozen=True)
+class AdapterMemory:
+    """Brings the adapters of a batch to the device, and has a memory policy place the rest.
+
+    An adapter is needed while a job with KV on the device runs through it, or a slice of the batch
+    does. The others stay as long as nothing else takes their bytes: keys and values, or an adapter
+    that is needed. The least recently used one goes first; no copy is made for that, as its home
+    is on the host. Uses are those of `View.used`.
+
+    A slice whose adapter finds no room beside what the slices before it take waits, and so do the
+    waiting jobs behind it.
+
+    Args:
+        serving: memory policy of keys and values.
+        most: adapters on the device at once (vLLM: max_loras); a waiting job that would need one
+            more lets others by. None: as many as fit.
+
+    Raises:
+        ValueError: `most` is below 1.
+    """
+
+    serving: Memory
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.most is not None and self.most < 1:
+            raise ValueError(f"adapters: most is {self.most}, must be at least 1")
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the memory policy, but that KV grows as it is asked for."""
+        serving = traits_of(self.serving)
+        return replace(serving, kv_growth="asked", adapters=True, recurs=False)
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        if not view.adapters:
+            self.serving.fit(batch, view, plan)
+            return
+        adapters = ResidentAdapters(view, plan, self.most)
+        slices = adapters.bring(batch)
+        if slices:
+            self.serving.fit(slices, *adapters.beside())
+
+
+class ResidentAdapters:
+    """The adapters on a device while a plan is written.
+
+    Args:
+        view: what the policy was shown.
+        plan: the plan that is written.
+        most: adapters on the device at once; None: as many as fit.
+    """
+
+    def __init__(self, view: View, plan: PlanBuilder, most: int | None) -> None:
+        self._view, self._plan, self._most = view, plan, most
+        self._pool: Pool = (Tier.GPU, view.device)
+        self._resident = resident_adapters(view.held_bytes, self._pool)
+        self._shown = Without(view.held_bytes, frozenset(self._resident))
+        for place in [place for place in self._resident if not plan.holds(_home(place))]:
+            plan.free(place)  # of an older version, whose last request has ended
+            del self._resident[place]
+        self._needed = self._of_running()
+        used = view.used
+        idle = [place for place in self._resident if place not in self._needed]
+        self._idle = sorted(idle, key=lambda place: (used[place], place))  # the next to go first
+
+    def _of_running(self) -> set[Place]:
+        """The adapters of jobs in service that have KV on the device."""
+        device, held, found = self._view.device, self._view.held_bytes, set[Place]()
+        for job in self._view.serving:
+            if job.adapter is not None and kv_place(job.job_id, Tier.GPU, device) in held:
+                found.add(job.adapter.place(device))
+        return found.intersection(self._resident)
+
+    @property
+    def _idle_bytes(self) -> int:
+        return sum([self._resident[place] for place in self._idle])
+
+    def bring(self, batch: Sequence[Slice]) -> tuple[Slice, ...]:
+        """Writes the copies that a batch needs.
+
+        Args:
+            batch: the slices of the scheduling, by falling priority.
+
+        Returns:
+            The slices whose adapters are on the device then.
+        """
+        plan, page, device = self._plan, self._view.page, self._view.device
+        left = plan.room(self._pool) + self._idle_bytes
+        room = self._view.capacity_bytes[self._pool] - self._fixed_bytes()
+        slices, comes = list[Slice](), dict[Place, AdapterVersion]()
+        is_closed = False  # a waiting job has found no room
+        for piece in batch:
+            job, version = piece.job, piece.job.adapter
+            here = kv_place(job.job_id, Tier.GPU, device)
+            held = self._view.held_bytes.get(here, 0)
+            if is_closed and not held:
+                continue
+            left -= max(0, page.bytes_for(job.computed_tokens + piece.tokens) - held)
+            if version is None:
+                slices.append(piece)
+                continue
+            if version.nbytes + page.bytes_for(job.known_tokens) > room:
+                plan.refuse(job)  # not even alone
+                continue
+            if (place := version.place(device)) in self._needed:
+                slices.append(piece)
+                continue
+            if self._most is not None and len(self._needed) >= self._most:
+                continue
+            if version.nbytes > left:
+                is_closed = True
+                continue
+            left -= version.nbytes
+            self._needed.add(place)
+            if place in self._resident:
+                self._idle.remove(place)
+            else:
+                comes[place] = version
+            slices.append(piece)
+        for place, version in comes.items():
+            self._copy(place, version)
+        return tuple(slices)
+
+    def _copy(self, place: Place, version: AdapterVersion) -> None:
+        """Brings an adapter to the device, where the least recently used ones make room."""
+        while self._idle and self._most is not None and len(self._resident) >= self._most:
+            self._evict()
+        self._make_room(self._pool, version.nbytes)
+        self._plan.copy(version.home(self._view.device), place)
+        self._resident[place] = version.nbytes
+
+    def _fixed_bytes(self) -> int:
+        """Bytes of the device that are neither KV nor adapters."""
+        held, comes_and_goes = self._view.held_bytes, (Kind.KV, Kind.ADAPTER)
+        fixed = [place for place in held if place.region.kind not in comes_and_goes]
+        return sum([held[place] for place in fixed if place.pool == self._pool])
+
+    def beside(self) -> tuple[View, PlanBuilder]:
+        """What the memory policy is shown and writes to: as if no adapter took bytes needlessly.
+
+        Returns:
+            A view without adapters, and a builder that has idle ones make room where it lacks.
+        """
+        share = {self._pool: self._plan.room(self._pool) + self._idle_bytes}
+        view = replace(self._view, held_bytes=self._shown)
+        return view, self._plan.within(share, self._make_room)
+
+    def _make_room(self, pool: Pool, nbytes: int) -> None:
+        while pool == self._pool and self._idle and self._plan.room(pool) < nbytes:
+            self._evict()
+
+    def _evict(self) -> None:
+        place = self._idle.pop(0)
+        self._plan.free(place)
+        del self._resident[place]
+
+
+def _home(place: Place) -> Place:
+    return Place(place.region, Tier.HOST, place.device)

@@ -1,0 +1,228 @@
+"""The real adapters of requests: their weights in the store, and rows that run through them.
+
+In a packed launch each product is computed once for all rows. What an adapter adds follows behind,
+for the rows of its own requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from engine.contract.adapters import AdapterSpec
+from engine.contract.plan import Copy, Slice
+from engine.contract.regions import Place, Region, Tier, adapter_place
+from models.parameters import adapter_parameters, layer_name
+from models.spec import ModelSpec
+from runtime.finetuning.products import products_of
+from runtime.finetuning.recording import weight_of
+from runtime.serving.model import first_of
+from runtime.serving.packing import Packed
+from runtime.training.store import RegionStore, State, as_bytes, flat_parts
+from traces.training.recipe import Recipe
+
+SPREAD_UP = 0.02  # standard deviation of second matrices: what they add is of the products' order
+DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+class Matrices(NamedTuple):
+    """What an adapter adds to a product.
+
+    Attributes:
+        down: First matrix, [rank, inputs].
+        up: Second matrix, [outputs, rank].
+        scale: Factor of what it adds.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+def drawn_adapter(spec: ModelSpec, recipe: Recipe) -> dict[str, Tensor]:
+    """The first version of an adapter, by seed; no matrix of it is zero.
+
+    Args:
+        spec: The model.
+        recipe: Of the adapter.
+
+    Returns:
+        Its matrices by the names that peft's inject_adapter_in_model gives them.
+    """
+    draw, found = torch.Generator().manual_seed(recipe.seed), dict[str, Tensor]()
+    for parameter in adapter_parameters(spec, recipe):
+        fan_out, fan_in = parameter.shape
+        spread = fan_in**-0.5 if parameter.name.endswith(DOWN) else SPREAD_UP
+        values = torch.randn(fan_out, fan_in, generator=draw) * spread
+        found[parameter.name] = values.to(getattr(torch, recipe.dtype))
+    return found
+
+
+def _fill(spec: ModelSpec, recipe: Recipe, storage: UntypedStorage) -> None:
+    values = torch.cat([matrix.flatten() for matrix in drawn_adapter(spec, recipe).values()])
+    as_bytes(storage).copy_(as_bytes(values.untyped_storage()))
+
+
+def _copied(source: UntypedStorage, storage: UntypedStorage) -> None:
+    as_bytes(storage).copy_(as_bytes(source))
+
+
+def _may_go(_: UntypedStorage) -> None:
+    """No version is lost that is needed: the plan's check keeps homes."""
+
+
+class ServedAdapters:
+    """The adapters of a run on one device and its host, over the model that is served."""
+
+    def __init__(
+        self, adapters: Sequence[AdapterSpec], spec: ModelSpec, served: Any, store: RegionStore
+    ) -> None:
+        """
+        Args:
+            adapters: Those of the run, in the order of their numbers.
+            spec: The model that is served.
+            served: That model, of Hugging Face.
+            store: Where the versions have memory.
+        """
+        self._adapters, self._store = tuple(adapters), store
+        self._parameters = [adapter_parameters(spec, adapter.recipe) for adapter in adapters]
+        body = served.base_model
+        body = getattr(body, "decoder", body)  # OPT's body is one level deeper
+        self._names = dict[int, tuple[str, int]]()  # by address: a product, and its outputs
+        for index, layer in enumerate(first_of(body, "h", "layers")):
+            for product in products_of(layer):
+                name = f"{layer_name(spec, index)}.{product.name}"
+                self._names[product.weight.data_ptr()] = name, product.width
+        self._parts = dict[int, list[tuple[slice, str]]]()
+        for number, adapter in enumerate(self._adapters):
+            fill = partial(_fill, spec, adapter.recipe)
+            self._declare(adapter_place(number, 0).region, fill)
+
+    def _declare(self, region: Region, fill: Any) -> None:
+        self._store.declare(region, State(_may_go, fill))
+
+    def publish(self, op: Copy) -> None:
+        """Makes a new version of what a job has trained.
+
+        Args:
+            op: A copy of the job's weights to the home of the version.
+        """
+        storage = self._store.storage(op.src.region, op.src.tier, "publishing")
+        self._declare(op.dst.region, partial(_copied, storage))
+        self._store.grow(op.dst, storage.nbytes())
+
+    def through(self, slices: Sequence[Slice], packed: Packed) -> AdaptedRows | None:
+        """What runs the rows of a launch through adapters.
+
+        Args:
+            slices: Of the launch.
+            packed: Its rows.
+
+        Returns:
+            A context for the layers of the launch; None where no row has an adapter.
+        """
+        versions = {piece.job.job_id: piece.job.adapter for piece in slices}
+        rows, stop = dict[Place, list[int]](), 0
+        for piece, end in zip(
+            packed.pieces, accumulate([piece.tokens for piece in packed.pieces]), strict=True
+        ):
+            start, stop = stop, end
+            if (version := versions.get(piece.job_id)) is not None:
+                rows.setdefault(version.place(), []).extend(range(start, stop))
+        return AdaptedRows(self, rows) if rows else None
+
+    def matrices(self, region: Region) -> dict[str, Matrices]:
+        """The matrices of a version on the device, by product.
+
+        Args:
+            region: The version.
+
+        Returns:
+            Views of its memory.
+        """
+        recipe, parameters = self._adapters[region.part].recipe, self._parameters[region.part]
+        storage = self._store.storage(region, Tier.GPU, "a launch")
+        sizes = [parameter.elements for parameter in parameters]
+        flat = flat_parts(storage, getattr(torch, recipe.dtype), sizes)
+        found = {p.name: part.view(p.shape) for p, part in zip(parameters, flat, strict=True)}
+        assert recipe.lora_rank is not None, "an adapter has a rank"
+        scale = recipe.lora_alpha / recipe.lora_rank
+        return {
+            name.removesuffix(DOWN): Matrices(down, found[name.removesuffix(DOWN) + UP], scale)
+            for name, down in found.items()
+            if name.endswith(DOWN)
+        }
+
+    def parts(self, weight: Tensor) -> list[tuple[slice, str]]:
+        """The products of a served matrix.
+
+        Args:
+            weight: A matrix, or some that lie behind each other as one.
+
+        Returns:
+            Names of products, and their columns in what the matrix makes.
+        """
+        address = weight.data_ptr()
+        if (known := self._parts.get(address)) is not None:
+            return known
+        found, at, step = list[tuple[slice, str]](), 0, weight.shape[-1] * weight.itemsize
+        while product := self._names.get(address + at * step):
+            name, width = product
+            found.append((slice(at, at + width), name))
+            at += width
+            if at >= len(weight):  # of joint matrices each has its rows; Conv1D's is alone
+                break
+        self._parts[address] = found
+        return found
+
+
+class AdaptedRows(TorchFunctionMode):
+    """Around the layers of a launch: what adapters add to the products of their rows."""
+
+    def __init__(self, adapters: ServedAdapters, rows: Mapping[Place, Sequence[int]]) -> None:
+        """
+        Args:
+            adapters: Those of the run.
+            rows: By place of a version, the rows of the launch that run through it.
+        """
+        super().__init__()
+        self._adapters = adapters
+        self._rows = {place: torch.tensor(own) for place, own in rows.items()}
+        self._found: list[tuple[Tensor, dict[str, Matrices]]] = []
+
+    def __enter__(self) -> AdaptedRows:
+        """Looks the matrices up: copies to the device have ended by now."""
+        rows = self._rows.items()
+        self._found = [(own, self._adapters.matrices(place.region)) for place, own in rows]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._found = []
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (weight := weight_of(func, args)) is not None:
+            parts = self._adapters.parts(weight)
+            inputs, flat = args[0] if func is linear else args[1], out
+            if out.dim() > 2:
+                inputs, flat = inputs.flatten(0, -2), out.flatten(0, -2)
+            for rows, matrices in self._found:
+                chosen: Tensor | None = None
+                for columns, name in parts:
+                    if (own := matrices.get(name)) is not None:
+                        if chosen is None:
+                            chosen = inputs.index_select(0, rows)
+                        added = linear(linear(chosen, own.down), own.up)
+                        flat[:, columns].index_add_(0, rows, added, alpha=own.scale)
+        return out
