@@ -99,6 +99,17 @@ def test_a_file_that_was_changed_is_refused_by_its_name(
         assert "plans.parquet is damaged, or was changed" in line(capsys)
 
 
+def test_changed_samples_of_a_finetuning_job_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["policy=coserve", "training=finetune", "training.sequence_tokens=64"]
+    run = ran("run", *words, "training.data.mean_tokens=32", "training.num_steps=2")
+    flip(run / "samples.parquet")
+    capsys.readouterr()
+    assert main(["report", "run"]) == 2
+    assert f"{(run / 'samples.parquet').resolve()} is damaged" in line(capsys)
+
+
 def test_a_table_without_a_hash_is_read_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     run = ran()
     before = load(run)
