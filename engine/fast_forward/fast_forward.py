@@ -53,7 +53,9 @@ class FastForward(PlanReuse):
         state, self._parts = self._state, parts
         is_watched = state.is_watched or state.recorder.is_metered
         executor = state.executor
-        if state.forced and not is_watched and isinstance(executor, Repeater):
+        # Of two lanes one may be ahead of the other: plans do not end one by one.
+        is_single = state.forced and not is_watched and not traits_of(self._policy).two_lanes
+        if is_single and isinstance(executor, Repeater):
             self.jump = Jump(state, parts, self.returned, executor)
 
     # ---- which questions are spared

@@ -54,7 +54,9 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
     rest of the prompts follows, and then their decodes if no job waits for what the prompts leave
     of the budget. A plan of anything but growth and one launch holds once.
     """
-    if not plan.ops or plan.restart or plan.refuse or _trains(view):
+    if not plan.ops or plan.restart or plan.refuse:
+        return ONCE
+    if (view.training or view.layout.training) and _trains(view):
         return ONCE
     *before, launch = plan.ops
     if not isinstance(launch, Compute) or {*map(type, before)} - {Grow}:
@@ -80,8 +82,6 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
 
 def _trains(view: View) -> bool:
     """Whether a training job has work, so that the next plan may be another one."""
-    if not view.layout.training:
-        return bool(view.training)
     found = [job.training for job in (*view.training, *view.waiting)]
     return any([training is not None and training.has_work for training in found])
 

@@ -80,7 +80,7 @@ class Jump:
         self._issuing, self._lifecycle, self._executor = parts.issuing, parts.lifecycle, executor
         self._next_arrival_ns, self._prefix = parts.next_arrival_ns, parts.issuing.prefix
         self._serves_only, self._releases_turn = parts.serves_only, parts.releases_turn
-        self._returned = returned
+        self._returned, self._trains = returned, bool(state.layout.training)
         # Kept pages (prefix caching) come back otherwise than pages of one job.
         self._gives_ahead = parts.returns_memory and self._prefix is None
         self._decode_step_ns = 1  # duration of the last step of decodes alone
@@ -279,7 +279,7 @@ class Jump:
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        if state.layout.training and self._longest(repeat) <= left:
+        if self._trains and self._longest(repeat) <= left:
             left -= 1  # jobs may end with the last request: figures of a run tell of no states
         if state.depth > 1 and (last := self._frees.oldest_or_expected(device)) is not None:
             left = min(left, last + state.depth - state.in_flight.issued[device])
@@ -296,22 +296,16 @@ class Jump:
     def _is_alone(self) -> bool:
         """Whether an arrival reads and wakes nothing while a run lasts."""
         state = self._state
-        reads_service = state.jobs.service is not None  # an arrival may lift its tenant
-        return (
-            not reads_service and state.depth == 1 and state.fleet is None and self._serves_only()
-        )
+        if state.depth > 1 or state.jobs.service is not None:  # an arrival may lift its tenant
+            return False
+        return state.fleet is None and self._serves_only()
 
     def _is_calm(self) -> bool:
-        """Whether no memory is coming back, no wake-up is set, and all ends are those of runs.
-
-        Each plan in flight has one launch that is open, too.
-        """
+        """Whether no memory is coming back, no wake-up is set, and all ends are those of runs."""
         state = self._state
         if (self._completions and not self._ends) or state.wakeup.will_come:
             return False
-        in_flight = state.in_flight
-        is_in_order = len(in_flight.tails) == sum(in_flight.level)  # of two lanes one may be ahead
-        return is_in_order and state.ledger.is_calm
+        return state.ledger.is_calm
 
     # ---- issue
     def _issue(

@@ -34,21 +34,17 @@ class PublishedAdapters:
         self._held: dict[int, AdapterVersion] = {}  # by job, from its admission to its end
         self._holders = Counter[AdapterVersion]()
 
-    def __bool__(self) -> bool:
-        """Whether the run has adapters."""
-        return bool(self._newest)
-
-    def check(self, requests: Iterable[object]) -> None:
+    def check(self, requests: Iterable[Request]) -> None:
         """Checks the adapters that requests name.
 
         Args:
-            requests: items of a trace.
+            requests: those of a trace.
 
         Raises:
             ValueError: a request names an adapter that the run does not have.
         """
         for request in requests:
-            if isinstance(request, Request):
+            if request.adapter:
                 self.of(request)
 
     def of(self, request: Request) -> AdapterVersion | None:

@@ -185,7 +185,7 @@ class Engine(Lifecycle):
         prefix = None if chains is None else PrefixReuse(chains, ledger, recorder)
         self._issuing = Issuing(state, self._completions, prefix)
         adapters = None
-        if state.adapters:
+        if state.adapters.newest:
             _check_brings(traits, self._policy_name)
             adapters = AdapterCheck(state.adapters.newest, state.jobs.jobs, ledger.held_bytes)
         check = PlanCheck(
@@ -254,9 +254,10 @@ class Engine(Lifecycle):
             BrokenLaw: at the end a request is unfinished or of another length, or memory is held.
         """
         items, state = list(work), self.state
-        state.adapters.check(items)
-        self._num_requests = sum([isinstance(item, Request) for item in items])
-        self._may_stop = any([isinstance(i, TrainingJob) and i.until_served for i in items])
+        requests = [item for item in items if isinstance(item, Request)]
+        state.adapters.check(requests)
+        self._num_requests = len(requests)
+        self._may_stop = any([i.until_served for i in items if isinstance(i, TrainingJob)])
         self._arrivals = ArrivalQueue(state.env, items, self._admit)
         state.env.process(self._arrivals.run())
         with few_collections():
@@ -328,7 +329,8 @@ class Engine(Lifecycle):
         job = self._admission.admit(item, arrival_ns)
         if job.training is not None:
             self._arrivals.release_samples(job, self._released)
-            self._stop_with_serving()
+            if self._may_stop:
+                self._stop_with_serving()
 
     def _changed(self) -> None:
         self.reuse.changed()
@@ -345,7 +347,7 @@ class Engine(Lifecycle):
         A plan that is booked starts before: it may take and free memory of these jobs.
         """
         state, count = self.state, self._num_requests
-        if not self._may_stop or not count or state.recorder.ended_requests < count:
+        if not count or state.recorder.ended_requests < count:
             return
         if self._is_issuing:
             return
@@ -386,7 +388,7 @@ class Engine(Lifecycle):
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
-        if state.adapters:
+        if state.adapters.newest:
             self._publish(plan)  # behind the launches, whose jobs have the versions before
         return launches
 
@@ -474,7 +476,8 @@ class Engine(Lifecycle):
     def finish_job(self, job: Job, now_ns: int, device: int, number: int) -> None:
         """A job is complete with the device's plan of that number."""
         self._admission.finish(job, now_ns, device, number, self._arrivals.release_turn)
-        self._stop_with_serving()
+        if self._may_stop:
+            self._stop_with_serving()
 
     def give_back(self, device: int) -> None:
         """Gives back the memory of finished jobs that the device may be shown by now."""

@@ -308,7 +308,10 @@ class DryRunPlanBuilder(PlanBuilder):
         ops.append(Compute(slices, reads, (*last.writes, *op.writes), op.device, op.on))
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
-        self._ops.append(self._served(slices, writes))
+        if self._view.adapters:
+            self._ops.append(self._served(slices, writes))
+        else:
+            self._ops.append(Compute(tuple(slices), (), tuple(writes), self._device))
 
     def _served(self, slices: Sequence[Slice], writes: Sequence[Place]) -> Compute:
         """A launch that serves; it reads the adapters of its jobs."""
