@@ -465,16 +465,15 @@ class _LimitedBuilder(PlanBuilder):
         return shares is not None and shares.has_written(self)
 
     def room(self, pool: Pool) -> int:
-        room, shares, around = self._whole.room(pool), self._whole._shares, self.around
+        shares, around, limits = self._whole._shares, self.around, list[int]()
         if self._make_room is not None and pool in self.share_bytes:
-            room = self.share_bytes[pool]  # more than is free can be made
-            around = (self,)
+            around = (self,)  # more than is free can be made
+        else:
+            limits.append(self._whole.room(pool))
         for share in around:
             if (left := share.share_bytes.get(pool)) is not None:
-                if shares is not None:
-                    left -= shares.taken_bytes[share, pool]
-                room = min(room, left)
-        return room
+                limits.append(left - (shares.taken_bytes[share, pool] if shares is not None else 0))
+        return min(limits)
 
     def held(self, place: Place) -> int:
         return self._whole.held(place)

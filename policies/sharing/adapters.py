@@ -27,7 +27,8 @@ class AdapterMemory:
     is on the host. Uses are those of `View.used`.
 
     A slice whose adapter finds no room beside what the slices before it take waits, and so do the
-    waiting jobs behind it.
+    waiting jobs behind it. Where the first running job of a batch would find no room beside the
+    adapters of all others, those of the last jobs in service are needed no more.
 
     Args:
         serving: memory policy of keys and values.
@@ -56,7 +57,8 @@ class AdapterMemory:
             self.serving.fit(batch, view, plan)
             return
         adapters = ResidentAdapters(view, plan, self.most)
-        slices = adapters.bring(batch)
+        spare_bytes = traits_of(self.serving).spare_pages * view.page.nbytes
+        slices = adapters.bring(batch, spare_bytes)
         if slices:
             self.serving.fit(slices, *adapters.beside())
 
@@ -79,9 +81,7 @@ class ResidentAdapters:
             plan.free(place)  # of an older version, whose last request has ended
             del self._resident[place]
         self._needed = self._of_running()
-        used = view.used
-        idle = [place for place in self._resident if place not in self._needed]
-        self._idle = sorted(idle, key=lambda place: (used[place], place))  # the next to go first
+        self._idle = self._by_use()  # the next to go first
 
     def _of_running(self) -> set[Place]:
         """The adapters of jobs in service that have KV on the device."""
@@ -91,22 +91,30 @@ class ResidentAdapters:
                 found.add(job.adapter.place(device))
         return found.intersection(self._resident)
 
+    def _by_use(self) -> list[Place]:
+        """The adapters that are not needed, the least recently used first."""
+        used = self._view.used
+        idle = [place for place in self._resident if place not in self._needed]
+        return sorted(idle, key=lambda place: (used[place], place))
+
     @property
     def _idle_bytes(self) -> int:
         return sum([self._resident[place] for place in self._idle])
 
-    def bring(self, batch: Sequence[Slice]) -> tuple[Slice, ...]:
+    def bring(self, batch: Sequence[Slice], spare_bytes: int = 0) -> tuple[Slice, ...]:
         """Writes the copies that a batch needs.
 
         Args:
             batch: the slices of the scheduling, by falling priority.
+            spare_bytes: pages that must be free for a decode to run.
 
         Returns:
             The slices whose adapters are on the device then.
         """
         plan, page, device = self._plan, self._view.page, self._view.device
-        left = plan.room(self._pool) + self._idle_bytes
         room = self._view.capacity_bytes[self._pool] - self._fixed_bytes()
+        given_up = self._give_up(batch, room - spare_bytes)
+        left = plan.room(self._pool) + self._idle_bytes
         slices, comes = list[Slice](), dict[Place, AdapterVersion]()
         is_closed = False  # a waiting job has found no room
         for piece in batch:
@@ -125,6 +133,8 @@ class ResidentAdapters:
             if (place := version.place(device)) in self._needed:
                 slices.append(piece)
                 continue
+            if place in given_up:
+                continue
             if self._most is not None and len(self._needed) >= self._most:
                 continue
             if version.nbytes > left:
@@ -140,6 +150,32 @@ class ResidentAdapters:
         for place, version in comes.items():
             self._copy(place, version)
         return tuple(slices)
+
+    def _give_up(self, batch: Sequence[Slice], room: int) -> set[Place]:
+        """Adapters of running jobs beside which the first running job of a batch has no room.
+
+        That job may preempt all others, and their adapters would stay.
+        """
+        held, device, found = self._view.held_bytes, self._view.device, set[Place]()
+        at = {piece: kv_place(piece.job.job_id, Tier.GPU, device) for piece in batch}
+        head = next((piece for piece in batch if at[piece] in held), None)
+        if head is None:
+            return found
+        job = head.job
+        own = None if job.adapter is None else job.adapter.place(device)
+        left = room - self._view.page.bytes_for(job.computed_tokens + head.tokens)
+        left -= sum([self._resident[place] for place in self._needed])
+        for other in reversed(self._view.serving):
+            if left >= 0:
+                break
+            place = None if other.adapter is None else other.adapter.place(device)
+            if place is not None and place in self._needed and place != own:
+                self._needed.remove(place)
+                found.add(place)
+                left += self._resident[place]
+        if found:
+            self._idle = self._by_use()
+        return found
 
     def _copy(self, place: Place, version: AdapterVersion) -> None:
         """Brings an adapter to the device, where the least recently used ones make room."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Free, Grow, Plan, Slice
 from engine.contract.policy import PlanBuilder
-from engine.contract.regions import Place, Tier, kv_place
+from engine.contract.regions import Place, Pool, Tier, kv_place
 from engine.contract.rules import ContractError
 from engine.contract.view import RunningDecodes, View
 from engine.memory.dry_run import DryRunPlanBuilder, Shortage
@@ -95,6 +95,51 @@ def test_a_share_within_a_share_has_no_more_room_than_that_one() -> None:
     inner.grow(ONE, PAGE.nbytes)
     assert inner.room(POOL) == outer.room(POOL) == PAGE.nbytes
     assert whole.room(POOL) == 8 * PAGE.nbytes
+
+
+def test_a_share_makes_room_before_the_share_around_it() -> None:
+    """The inner one frees what it can while the outer share lacks room, and then the outer one."""
+    whole, made = builder(pages=3, held={1: 1, 2: 1}), list[str]()
+
+    def free_inner(pool: Pool, nbytes: int) -> None:
+        made.append("inner")
+        outer.free(ONE)
+
+    def free_outer(pool: Pool, nbytes: int) -> None:
+        made.append("outer")
+        whole.free(OTHER)
+
+    outer = whole.within({POOL: 2 * PAGE.nbytes}, free_outer)
+    inner = outer.within({POOL: 3 * PAGE.nbytes}, free_inner)
+    assert inner.room(POOL) == 3 * PAGE.nbytes and outer.room(POOL) == 2 * PAGE.nbytes
+    inner.grow(kv_place(3), PAGE.nbytes)
+    assert made == [] and whole.room(POOL) == 0
+    inner.grow(kv_place(4), PAGE.nbytes)
+    assert made == ["outer"] and inner.room(POOL) == PAGE.nbytes
+    inner.grow(kv_place(5), PAGE.nbytes)
+    assert made == ["outer", "inner"] and whole.room(POOL) == inner.room(POOL) == 0
+
+
+def test_what_a_share_frees_it_may_take_beside_what_can_be_made() -> None:
+    whole = builder(pages=4, held={1: 3})
+    share = whole.within({POOL: 2 * PAGE.nbytes}, lambda pool, nbytes: whole.free(ONE))
+    assert share.room(POOL) == 2 * PAGE.nbytes
+    share.grow(OTHER, PAGE.nbytes)
+    share.free(OTHER)
+    assert share.room(POOL) == 2 * PAGE.nbytes
+    held = builder(pages=4, held={1: 1, 2: 3})
+    share = held.within({POOL: PAGE.nbytes}, lambda pool, nbytes: held.free(ONE))
+    share.free(OTHER)
+    assert share.room(POOL) == 4 * PAGE.nbytes
+
+
+def test_room_that_cannot_be_made_is_a_shortage() -> None:
+    whole = builder(pages=3)
+    outer = whole.within({POOL: PAGE.nbytes})
+    inner = outer.within({POOL: 2 * PAGE.nbytes}, lambda pool, nbytes: None)
+    with pytest.raises(Shortage):
+        inner.grow(ONE, 2 * PAGE.nbytes)
+    assert not whole
 
 
 def test_a_share_does_not_shrink_where_another_one_takes() -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engine.contract.adapter_check import is_publication
+from engine.contract.adapters import AdapterSpec
 from engine.contract.executor import Launch
 from engine.contract.layout import Layout, Mode
-from engine.contract.plan import Compute, Plan, Slice
+from engine.contract.plan import Compute, Copy, Free, Plan, Slice
 from engine.contract.regions import KV_GRADIENT, SHARED_OWNER, Kind, Place, Region, Tier, Work
+from models.parameters import adapter_bytes
 from policies.kv.paged_restart import PagedRestart
 from policies.kv.paged_swap import PagedSwap
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.recorded import RecordedPlans
+from policies.sharing.adapters import AdapterMemory
 from policies.sharing.coserve import CoMemory, CoServe
 from policies.training.out_of_memory import OutOfMemory
 from tests.policies.finetuning_jobs import (
     BUDGET,
     PAGE,
+    SPEC,
     coserving,
     finetuning_job,
     layout_of_jobs,
@@ -27,6 +33,7 @@ from tests.policies.finetuning_jobs import (
 )
 from tests.support.replays import Replay, random_requests, replay
 from traces.serving.request import Request, Sample, TrainingJob
+from traces.training.recipe import Recipe
 
 PAGES = (145, 160, 180, 220, 400)
 
@@ -114,6 +121,47 @@ def test_finetuning_preempts_no_request(
     ).check()
     assert of_requests(both) == of_requests(alone)
     assert any(map(finetuned, both.plans))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_finetuning_moves_no_adapter_of_requests(seed: int) -> None:
+    """Loads, evictions and slices are those of a run without finetuning, whose samples give way."""
+    rng = random.Random(seed)
+    recipe = Recipe(lora_rank=4)
+    sizes = dict.fromkeys("acde", 3 * PAGE.nbytes + 7) | {"b": adapter_bytes(SPEC, recipe)}
+    specs = [AdapterSpec(name, recipe, sizes[name]) for name in "abcde"]
+    requests, pages = random_requests(seed, 30), rng.choice(PAGES[:3])
+    requests = [replace(r, adapter=rng.choice(("", *"abcde"))) for r in requests]
+    job = random_job(rng, 1000, until_served=True)
+    job = finetuning_job(1000, job.samples, num_steps=1 << 20, until_served=True, publish="b")
+    policy = coserving(CoMemory(AdapterMemory(PagedRestart(), 3)))
+    given = {"pages": pages, "page": PAGE, "duration": by_requests, "host_pages": 1000}
+    states = layout_of_jobs([job], pages)
+    hosts = [(Tier.HOST, 0)]
+    layout = states.with_adapters(specs, hosts)
+    unpublished = finetuning_job(1000, job.samples, num_steps=1 << 20, until_served=True)
+    both = replay(policy, [*requests, unpublished], layout=layout, **given).check()
+    weights = Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, 0)
+    alone = Layout({weights: sum(states.places.values())}).with_adapters(specs, hosts)
+    by_itself = replay(policy, requests, layout=alone, **given).check()
+    assert of_requests(both) == of_requests(by_itself)
+    assert of_adapters(both) == of_adapters(by_itself) != []
+    assert any(map(finetuned, both.plans))
+    published = replay(policy, [*requests, job], layout=layout, **given).check()
+    updates = [piece for plan in published.plans for piece in finetuned(plan)]
+    made = [op for plan in published.plans for op in plan.ops if is_publication(op)]
+    assert len(made) == sum([piece.work is Work.UPDATE for piece in updates])
+
+
+def of_adapters(found: Replay) -> list[tuple[str, Place]]:
+    """The copies of adapters to the device, and what gives way."""
+    told = list[tuple[str, Place]]()
+    for op in (op for plan in found.plans for op in plan.ops):
+        if isinstance(op, Copy) and op.src.region.kind is Kind.ADAPTER:
+            told.append(("comes", op.dst))
+        elif isinstance(op, Free) and op.place.region.kind is Kind.ADAPTER:
+            told.append(("goes", op.place))
+    return told
 
 
 def of_requests(found: Replay) -> list[tuple[list[tuple[int, int]], list[int]]]:
