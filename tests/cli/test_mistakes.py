@@ -101,7 +101,10 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "policy=recorded", "replayed=/nowhere"], "no plan log"),
         (["run", "quote_pace=0"], "quote_pace=0.0: it must be above 0"),
         (["run", "quote_pace=fast"], "quote_pace"),
-        (["run", "policy=coserve", "training=finetune", "training.rate=0"], "training.rate=0: it must be above 0"),
+        (
+            ["run", "policy=coserve", "training=finetune", "training.rate=0"],
+            "training.rate=0: it must be above 0",
+        ),
         (["run", "profile=/nowhere"], "tandem calibrate"),
         (["run", "backend.clock=wall"], "has no clock"),
         (["run", "--config-dir", "/nowhere"], "not found"),

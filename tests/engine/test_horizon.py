@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -98,5 +100,10 @@ def test_a_job_left_out_may_be_admitted_at_the_next_step() -> None:
     assert isinstance(LAUNCH, Compute)
     one = Compute(LAUNCH.slices[:1], writes=LAUNCH.writes[:1])
     assert horizon(replace(DECIDED, ops=(*DECIDED.ops[:-1], one)), STATE, True) == ONCE
-    beside = replace(STATE, training=[job(9, 5)])
-    assert horizon(DECIDED, beside, True) == ONCE
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+def test_beside_a_training_job_it_goes_on_while_that_has_no_work(has_work: bool) -> None:
+    trains: Any = SimpleNamespace(training=SimpleNamespace(has_work=has_work))
+    found = horizon(DECIDED, replace(STATE, training=[trains]), True)
+    assert found == (ONCE if has_work else horizon(DECIDED, STATE, True))
