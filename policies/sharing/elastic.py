@@ -11,7 +11,7 @@ from engine.contract.policy import Memory, PlanBuilder, Traits, traits_of
 from engine.contract.regions import Kind, Pool, Tier
 from engine.contract.rules import Remedy
 from engine.contract.view import View
-from policies.sharing.time_shared import side_of, within_shares
+from policies.sharing.time_shared import of_both_sides, side_of, within_shares
 from policies.training.out_of_memory import OutOfMemory
 from policies.training.residency import Residency
 
@@ -76,14 +76,7 @@ class ElasticMemory:
     @property
     def traits(self) -> Traits:
         """What is told of KV as serving has it, and of model states as training has it."""
-        serving, training = traits_of(self.serving), traits_of(self.training)
-        return Traits(
-            spare_pages=serving.spare_pages,
-            reserved_tokens=serving.reserved_tokens,
-            prefix_caching=serving.prefix_caching,
-            states_in=training.states_in,
-            reuses_gradients=training.reuses_gradients,
-        )
+        return of_both_sides(traits_of(self.serving), traits_of(self.training))
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         lack: OutOfMemory | None = None

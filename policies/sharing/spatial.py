@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.contract.plan import Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.view import View
-from policies.sharing.coserve import first_with_work
+from policies.sharing.coserve import beside_windows, first_with_work
 from policies.sharing.temporal import next_turn
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
@@ -32,15 +32,8 @@ class Spatial:
 
     @property
     def traits(self) -> Traits:
-        """The bounds of serving, and a sample beside it."""
-        serving = traits_of(self.serving)
-        return Traits(
-            step_tokens=serving.step_tokens,
-            prompt_tokens=serving.prompt_tokens,
-            max_jobs=serving.max_jobs,
-            whole_samples=True,
-            service=serving.service,
-        )
+        """What is told of serving, and a sample beside it."""
+        return replace(beside_windows(traits_of(self.serving), 0), whole_samples=True)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))

@@ -58,6 +58,25 @@ class TakeTurns:
         return (*trains, *serves) if is_training else (*serves, *trains)
 
 
+def of_both_sides(serving: Traits, training: Traits) -> Traits:
+    """Traits of a memory policy that has one for each side.
+
+    Args:
+        serving: what is told of the requests' memory.
+        training: what is told of the training jobs' memory.
+
+    Returns:
+        Those of KV as serving has them, and of model states as training has them.
+    """
+    return Traits(
+        spare_pages=serving.spare_pages,
+        reserved_tokens=serving.reserved_tokens,
+        prefix_caching=serving.prefix_caching,
+        states_in=training.states_in,
+        reuses_gradients=training.reuses_gradients,
+    )
+
+
 @dataclass(frozen=True)
 class DividedMemory:
     """Each side has a share of memory and a memory policy of its own, which sees no other jobs.
@@ -89,14 +108,7 @@ class DividedMemory:
     @property
     def traits(self) -> Traits:
         """What is told of KV as serving has it, and of model states as training has it."""
-        serving, training = traits_of(self.serving), traits_of(self.training)
-        return Traits(
-            spare_pages=serving.spare_pages,
-            reserved_tokens=serving.reserved_tokens,
-            prefix_caching=serving.prefix_caching,
-            states_in=training.states_in,
-            reuses_gradients=training.reuses_gradients,
-        )
+        return of_both_sides(traits_of(self.serving), traits_of(self.training))
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         for trains in dict.fromkeys([_trains(piece) for piece in batch]):
