@@ -33,7 +33,7 @@ FILES_IN_A_PACKAGE = {
     "engine": 46,  # windows of a sample, service of tenants, traits, adapters of requests
     "runtime": 49,  # finetuning beside requests, requests through adapters
     "tandem": 41,  # adapters of requests; a verb of its own with the protocol of fidelity behind it
-    "traces": 33,  # samples
+    "traces": 30,  # samples
     "policies": 43,  # co-serving and its rivals, adapters of requests
     "sim": 24,  # windows, adapters of requests, and the shape of a launch apart from its price
 }
