@@ -34,10 +34,6 @@ class PublishedAdapters:
         self._held: dict[int, AdapterVersion] = {}  # by job, from its admission to its end
         self._holders = Counter[AdapterVersion]()
 
-    def __bool__(self) -> bool:
-        """Whether the run has adapters."""
-        return bool(self._newest)
-
     def check(self, requests: Iterable[object]) -> None:
         """Checks the adapters that requests name.
 
