@@ -161,7 +161,7 @@ class Admission:
 
     def _serving(self, item: Request, arrival_ns: int) -> Job:
         state, prefix = self._state, self._issuing.prefix
-        adapter = state.adapters.of(item) if item.adapter else None
+        adapter = None if state.adapters is None else state.adapters.of(item)
         job = Job.serving(item, arrival_ns, adapter)
         if state.fleet is not None:
             if item.prompt_ids is not None:

@@ -282,7 +282,7 @@ class Asking:
             self._reuse.reads(),
             None if jobs.service is None else jobs.service.shown(device),
             state.recorder.first_token_ns,
-            state.adapters.newest,
+            None if state.adapters is None else state.adapters.newest,
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:

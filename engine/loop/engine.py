@@ -162,7 +162,7 @@ class Engine(Lifecycle):
             ledger,
             None if router is None else RoutedFleet(devices, router),
             JobLists(traits.service and Service(traits.service, devices, router is not None)),
-            PublishedAdapters(shown.adapters),
+            PublishedAdapters(shown.adapters) if shown.adapters else None,
             InFlight(devices),
             EngineProfile(None if cost is None else cost.launch_ns),
             Wakeup(env, self._changed),
@@ -185,7 +185,7 @@ class Engine(Lifecycle):
         prefix = None if chains is None else PrefixReuse(chains, ledger, recorder)
         self._issuing = Issuing(state, self._completions, prefix)
         adapters = None
-        if state.adapters.newest:
+        if state.adapters is not None:
             _check_brings(traits, self._policy_name)
             adapters = AdapterCheck(state.adapters.newest, state.jobs.jobs, ledger.held_bytes)
         check = PlanCheck(
@@ -255,7 +255,7 @@ class Engine(Lifecycle):
         """
         items, state = list(work), self.state
         requests = [item for item in items if isinstance(item, Request)]
-        state.adapters.check(requests)
+        (state.adapters or PublishedAdapters(())).check(requests)
         self._num_requests = len(requests)
         self._may_stop = any([i.until_served for i in items if isinstance(i, TrainingJob)])
         self._arrivals = ArrivalQueue(state.env, items, self._admit)
@@ -388,15 +388,16 @@ class Engine(Lifecycle):
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
-        if state.adapters.newest:
+        if state.adapters is not None:
             self._publish(plan)  # behind the launches, whose jobs have the versions before
         return launches
 
     def _publish(self, plan: Plan) -> None:
         """New versions are the newest from now on, for jobs that are not admitted yet."""
-        state = self.state
+        state, adapters = self.state, self.state.adapters
+        assert adapters is not None, "a run with adapters"
         for op in publications(plan):
-            over, moved = state.adapters.publish(op.dst.region.part, state.jobs.waiting)
+            over, moved = adapters.publish(op.dst.region.part, state.jobs.waiting)
             for job in moved:
                 if self._issuing.prefix is not None:
                     self._issuing.prefix.renew(job)

@@ -136,7 +136,7 @@ class Issuing:
         jobs.start(job)
         if job.training is None:
             self._state.recorder.scheduled(job.job_id, self._state.now_ns)
-        if job.adapter is not None:
+        if job.adapter is not None and self._state.adapters is not None:
             self._state.adapters.admit(job)
             self._state.recorder.adapted(job.job_id, job.adapter.version)
 

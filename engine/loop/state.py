@@ -413,7 +413,7 @@ class EngineState:
     ledger: Ledger
     fleet: RoutedFleet | None
     jobs: JobLists
-    adapters: PublishedAdapters
+    adapters: PublishedAdapters | None  # of requests; None for a run without any
     in_flight: InFlight
     profile: EngineProfile
     wakeup: Wakeup
@@ -427,7 +427,7 @@ class EngineState:
         for place in self.ledger.give_all(owner, has_ended):
             if self.store is not None and place.region.kind is not Kind.KV:
                 self.store.free(place)
-        if self.adapters.newest and (version := self.adapters.end(owner)) is not None:
+        if self.adapters is not None and (version := self.adapters.end(owner)) is not None:
             self.retire(version)
 
     def retire(self, version: AdapterVersion) -> None:

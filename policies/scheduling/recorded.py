@@ -30,12 +30,12 @@ class RecordedPlans:
     def traits(self) -> Traits:
         """Prefix caching where jobs of the log started on shared pages: the log names the pages.
 
-        Two lanes where a launch names the second one. States lie where the plans say, so no tier
-        needs room for them beforehand.
+        Two lanes where a launch names the second one. States and adapters lie where the plans say,
+        so no tier needs room for states beforehand.
         """
         shares = any('["share"' in logged.body for logged in self.log)
         lanes = any(f'"{SECOND_LANE}"' in logged.body for logged in self.log)
-        return Traits(prefix_caching=shares, states_in=(), two_lanes=lanes)
+        return Traits(prefix_caching=shares, states_in=(), adapters=True, two_lanes=lanes)
 
     @cached_property
     def _by_device(self) -> dict[int, list[LoggedPlan]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.contract.adapter_check import adapters_of
 from engine.contract.executor import Launch, Pieces, ServedLaunches
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
 from engine.contract.progress import context_of
@@ -550,6 +551,8 @@ class PolicyCost:
         if isinstance(op, Collective):
             return self.launch_ns(Launch(op, nbytes=op.nbytes))
         slices = op.slices
+        if not op.reads and (reads := adapters_of(slices, op.device)):
+            op = replace(op, reads=reads)  # as a plan builder names them
         pieces = Pieces(
             tuple([s.job.job_id for s in slices]),
             tuple([s.tokens for s in slices]),

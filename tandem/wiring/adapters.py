@@ -77,6 +77,8 @@ def through_adapters(
     ValueError where one names an adapter that the run does not have.
     """
     asked = adapter_settings(config)
+    if config["backend"]["name"] == "openai":  # a server has adapters of its own
+        return [*requests]
     if asked.called and asked.zipf is not None:
         requests = with_adapters(requests, asked.shares, seed)
     known = {"", *asked.called}
@@ -109,6 +111,10 @@ def adapters_of(
             seed=int(config["seed"]) + number,
         )
         found.append(AdapterSpec(name, recipe, adapter_bytes(spec, recipe)))
+    if found and config["backend"]["name"] == "openai":
+        raise ValueError(
+            f"adapters: there are {len(found)}, and a server has its own; leave adapters.count at 0"
+        )
     if found and not traits_of(policy).adapters:
         raise ValueError(
             f"adapters: there are {len(found)}, and this policy brings none to the device; take "

@@ -189,7 +189,8 @@ def _replayed(folder: Path, kind: str, spec: ModelSpec) -> list[Observed]:
 
 def _adapted_in(run: Path) -> Mapping[int, Adapted]:
     """The requests of a run that ran through adapters, by number; empty where none did."""
-    config = yaml_value(checked_text(run / "config.yaml"), run / "config.yaml")
+    path = run / "config.yaml"
+    config = yaml_value(checked_text(path), path) if path.is_file() else {}
     asked = config.get("adapters") or {}  # earlier versions' runs have none
     if not asked.get("count") and not asked.get("names"):
         return NO_ADAPTERS

@@ -19,6 +19,7 @@ from engine.contract.view import View
 from engine.laws.check_policy import WatchedPolicy
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
+from policies.scheduling.recorded import RecordedPlans
 from policies.sharing.adapters import AdapterMemory
 from tests.support.replays import MEMORY, SCHEDULING, Replay, random_requests
 from tests.support.replays import replay as replay_with
@@ -177,6 +178,14 @@ def test_replicas_have_copies_of_their_own() -> None:
     how = {"devices": 2, "router": RoundRobin(), "layout": layout(devices=2)}
     run = replay(policy(), requests, **how)
     assert {place.device for place in loads(run)} == {0, 1}
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_a_log_is_played_back(memory: str) -> None:
+    requests = naming(random_requests(7), 7)
+    run = replay(policy(memory, 3), requests)
+    played = replay(RecordedPlans(run.plan_log()), requests, returns_memory=False)
+    assert played.booked() == run.booked() and residents(played) == residents(run)
 
 
 # ---- what is refused
