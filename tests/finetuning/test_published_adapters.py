@@ -86,6 +86,7 @@ def check_tokens(found: Run, versions: Mapping[Version, Tensor]) -> Counter[Vers
     return used
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("words", [WORDS, TIGHT], ids=["roomy", "tight"])
 def test_a_request_keeps_the_version_with_which_it_was_admitted(
     words: tuple[str, ...], published: dict[Version, Tensor]

@@ -127,6 +127,7 @@ def test_tokens_equal_those_of_peft(family: str) -> None:
     check(family, found, requests)
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_tokens_under_pressure(scheduling: str, memory: str) -> None:

@@ -77,6 +77,7 @@ def residents(run: Replay) -> list[set[Place]]:
     return found
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_random_traces_keep_every_law(scheduling: str, memory: str) -> None:
@@ -180,6 +181,7 @@ def test_replicas_have_copies_of_their_own() -> None:
     assert {place.device for place in loads(run)} == {0, 1}
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("memory", MEMORY)
 def test_a_log_is_played_back(memory: str) -> None:
     requests = naming(random_requests(7), 7)

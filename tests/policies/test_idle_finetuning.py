@@ -50,6 +50,7 @@ def room_of(found: list[Request | TrainingJob], pages: int, depth: int) -> dict[
     return {"pages": pages, "layout": layout, "depth": depth, "page": PAGE}
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("buffers", ["grown", "static"])
 @pytest.mark.parametrize("memory", [PagedRestart(), PagedSwap()], ids=["restart", "swap"])
 @pytest.mark.parametrize("name", SCHEDULINGS)
@@ -65,6 +66,7 @@ def test_spared_questions_change_nothing(name: str, memory: Any, buffers: Any) -
     assert spared > 50  # of some 300
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("name", SCHEDULINGS)
 def test_on_any_executor(name: str) -> None:
     policy = Composed(SCHEDULINGS[name], CoMemory(PagedRestart()))
