@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from engine.contract.regions import Tier
@@ -13,7 +14,7 @@ from engine.contract.view import ServiceWeights
 KV_GROWTH = ("asked", "page", "reserved")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Traits:
     """Promises of a policy, or of a half of one, about its answers.
 
@@ -76,12 +77,13 @@ class Traits:
     recurs: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value: object = getattr(self, field.name)
-            allowed, is_allowed = _allowed(field.name, field.default)
-            if not is_allowed(value):
-                told = f"Traits({field.name}={value!r}): it must be {allowed}"
-                raise ValueError(at_caller(told))
+        values = [getattr(self, name) for name in self.__slots__]
+        try:
+            told = _refused(*values)
+        except TypeError:  # a value that has no hash
+            told = _refused.__wrapped__(*values)
+        if told:
+            raise ValueError(at_caller(told))
         if self.kv_growth == "reserved" and not self.reserved_tokens:
             told = 'Traits(kv_growth="reserved"): reserved_tokens must be 1 or more, the tokens '
             raise ValueError(at_caller(f"{told}that each job's KV holds"))
@@ -117,6 +119,16 @@ class Traits:
                 named = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 promises.append(field.name if value is True else f"{field.name}={named}")
         return ", ".join(promises)
+
+
+@lru_cache(maxsize=256, typed=True)  # a run looks at the traits of its policies many times
+def _refused(*values: object) -> str:
+    """What a trait may not be, in words; "" where all values may be."""
+    for field, value in zip(fields(Traits), values, strict=True):
+        allowed, is_allowed = _allowed(field.name, field.default)
+        if not is_allowed(value):
+            return f"Traits({field.name}={value!r}): it must be {allowed}"
+    return ""
 
 
 def _allowed(name: str, default: object) -> tuple[str, Callable[[Any], bool]]:

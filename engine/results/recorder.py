@@ -68,11 +68,11 @@ class Stretch:
 
     @property
     def last_ns(self) -> int:
-        return self._times[self.first + len(self) - 1]
+        return self._times[-1 if self.end is None else self.end - 1]
 
     @property
     def times(self) -> Times:
-        return self._times[self.first : self.first + len(self)]
+        return self._times[self.first : self.end]
 
 
 class Deliveries:

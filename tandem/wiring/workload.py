@@ -160,12 +160,13 @@ def trace_hash(requests: Sequence[Request]) -> str:
     Tenants and adapters count where a request has one: earlier versions knew none.
     """
     names, digest = [field.name for field in fields(Request)], hashlib.sha256()
+    encode = json.JSONEncoder(sort_keys=True).encode
     for request in requests:
         row = {name: getattr(request, name) for name in names}  # asdict would copy every id
         for name in OF_VERSION_3:  # hashes of traces without them are those of earlier versions
             if not row[name]:
                 del row[name]
-        digest.update(json.dumps(row, sort_keys=True).encode())
+        digest.update(encode(row).encode())
     return digest.hexdigest()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -142,7 +142,7 @@ def assign(requests: Sequence[Request], times_ns: Sequence[int] | TimesNs) -> li
             arrival_ns = session_ns[request.session]
         else:
             raise ValueError(f"request {request.request_id}: its session has no turn 0 before it")
-        assigned.append(replace(request, arrival_ns=arrival_ns))
+        assigned.append(request.arriving(arrival_ns))
     return assigned
 
 

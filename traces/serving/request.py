@@ -51,6 +51,24 @@ class Request:
         if self.prefix_ids is not None:
             self._check_prefix(len(self.prefix_ids))
 
+    def arriving(self, arrival_ns: int) -> Request:
+        """The request with another arrival; in half the time of dataclasses.replace."""
+        return Request(
+            self.request_id,
+            arrival_ns,
+            self.prompt_tokens,
+            self.output_tokens,
+            self.session,
+            self.turn,
+            self.think_ns,
+            self.slo,
+            self.prompt_ids,
+            self.prefix_ids,
+            self.prefix_block_tokens,
+            self.tenant,
+            self.adapter,
+        )
+
     def _refuse_below(self, least: int, *names: str) -> None:
         for name in names:
             if getattr(self, name) < least:
