@@ -25,7 +25,7 @@ from tandem.wiring.folder import running_folder
 
 MANY, QUICK, FEW = 1_000_000, 40_000, 10_000
 BAR_MB, BAR_COST = 2 * 2**30 / 1e6, 1.15
-KILLED_AFTER_S = 10.0
+LONGEST_S, LOOK_S = 300.0, 0.05  # for rows of a run that will be killed
 
 
 def repeated(case: WholeRun, trace: Path, count: int) -> WholeRun:
@@ -49,12 +49,13 @@ def is_nothing_when_killed(case: WholeRun, folder: Path) -> bool:
     out = folder / "killed"
     words = command([*case.words, f"hydra.run.dir={out}", f"cache={folder / 'cache'}"])
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(KILLED_AFTER_S)
+    left, until_s, began = running_folder(out), time.monotonic() + LONGEST_S, False
+    while process.poll() is None and time.monotonic() < until_s and not began:
+        time.sleep(LOOK_S)
+        began = any(path.stat().st_size for path in left.glob(".steps.parquet*"))
     was_running = process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
-    left = running_folder(out)
-    began = any(path.stat().st_size for path in left.glob(".steps.parquet*"))
     print(f"killed while it ran: {was_running}, with rows written: {began}")
     try:
         load(left)
