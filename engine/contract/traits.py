@@ -77,11 +77,11 @@ class Traits:
     recurs: bool = False
 
     def __post_init__(self) -> None:
-        values = [getattr(self, name) for name in self.__slots__]
+        values = tuple([getattr(self, name) for name in Traits.__slots__])
         try:
-            told = _refused(*values)
-        except TypeError:  # a value that has no hash
-            told = _refused.__wrapped__(*values)
+            told = _refused(values, tuple(map(type, (*values, *self.states_in))))
+        except TypeError:  # a value that has no hash, or no members
+            told = _refused.__wrapped__(values, ())
         if told:
             raise ValueError(at_caller(told))
         if self.kv_growth == "reserved" and not self.reserved_tokens:
@@ -121,9 +121,12 @@ class Traits:
         return ", ".join(promises)
 
 
-@lru_cache(maxsize=256, typed=True)  # a run looks at the traits of its policies many times
-def _refused(*values: object) -> str:
-    """What a trait may not be, in words; "" where all values may be."""
+@lru_cache(maxsize=256)  # a run looks at the traits of its policies many times
+def _refused(values: tuple[object, ...], types: tuple[type, ...]) -> str:
+    """What a trait may not be, in words; "" where all values may be.
+
+    `types` are part of the key: True equals 1, and a Tier its text.
+    """
     for field, value in zip(fields(Traits), values, strict=True):
         allowed, is_allowed = _allowed(field.name, field.default)
         if not is_allowed(value):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from inspect import getsourcelines
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from engine.contract.policy import (
     Traits,
     traits_of,
 )
+from engine.contract.regions import Tier
 from engine.contract.rules import file_line
 from engine.contract.view import View
 from engine.laws.check_policy import check_policy
@@ -249,3 +251,12 @@ def test_a_reservation_says_how_many_tokens_it_holds() -> None:
     assert Traits(kv_growth="reserved", reserved_tokens=1).reserved_tokens == 1
     with pytest.raises(ValueError, match="reserved_tokens must be 1 or more"):
         Traits(kv_growth="reserved")
+
+
+def test_a_value_that_equals_one_that_was_taken_is_looked_at_all_the_same() -> None:
+    """Checks are kept by value, and True is 1 by value, as a tier is its text."""
+    Traits(states_in=(Tier.GPU,), step_tokens=1, repeats=True)
+    for given in ({"states_in": ("gpu",)}, {"step_tokens": True}, {"repeats": 1}):
+        settings: dict[str, Any] = {"states_in": (Tier.GPU,), "step_tokens": 1, "repeats": True}
+        with pytest.raises(ValueError, match=f"{next(iter(given))}=.*: it must be"):
+            Traits(**{**settings, **given})
