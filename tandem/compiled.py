@@ -35,7 +35,7 @@ MODULES = {
     "engine/memory": "dry_run ledger pool scoreboard",
     "engine/loop": "admission asking completions engine issuing state",
     "engine/fast_forward": "decode_batch fast_forward horizon jump repeated_plan standing_plan",
-    "engine/results": "recorder",
+    "engine/results": "outcomes recorder",
     "policies": "composed",
     "policies/kv": "paged_allocation",
     "policies/scheduling": "order",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +11,9 @@ import pyarrow as pa
 
 from engine.contract.executor import Launch, Meter, Piece, Pieces, Span
 from engine.contract.job import Job
-from engine.contract.plan import Compute, Copy, Plan, Slice
+from engine.contract.plan import Compute, Copy, Plan
 from engine.contract.regions import Kind, Tier, Work
+from engine.results.outcomes import Deliveries, Outcome, SampleOutcome, requests_table
 from engine.results.schema import (
     ADAPTER,
     ADAPTER_BYTES,
@@ -39,134 +38,17 @@ from engine.results.tables import (
     Predict,
     PredictServed,
     StepRow,
-    Times,
     TrainedRow,
     in_order,
     predicted,
-    requests_table,
     table_of,
     training_row,
 )
 from traces.serving.request import Request
 
-
-class Stretch:
-    """Tokens that a request got without a gap: a part of the delivery times of a device."""
-
-    __slots__ = ("_times", "end", "first")
-
-    def __init__(self, times: Times) -> None:
-        self._times, self.first = times, len(times)
-        self.end: int | None = None  # None while it goes on
-
-    def __len__(self) -> int:
-        return (len(self._times) if self.end is None else self.end) - self.first
-
-    @property
-    def first_ns(self) -> int:
-        return self._times[self.first]
-
-    @property
-    def last_ns(self) -> int:
-        return self._times[-1 if self.end is None else self.end - 1]
-
-    @property
-    def times(self) -> Times:
-        return self._times[self.first : self.end]
-
-
-class Deliveries:
-    """Times at which a device delivered tokens; requests are looked at only when they change."""
-
-    def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
-        self._outcomes = outcomes
-        self._times: Times = array("q")
-        self._ids: Sequence[int] = ()
-        self._now: set[int] = set()  # of these ids
-        self._open: dict[int, Stretch] = {}  # by request
-
-    def add(self, ids: tuple[int, ...], times_ns: Iterable[int]) -> None:
-        """Each of these requests got a token at each of these times."""
-        if ids != self._ids:
-            self._change(ids)
-        self._times.extend(times_ns)
-
-    def _change(self, ids: tuple[int, ...]) -> None:
-        before, now, going_on = self._now, set(ids), self._open
-        for i in before ^ now:
-            if i in before:
-                going_on.pop(i).end = len(self._times)
-            else:
-                going_on[i] = stretch = Stretch(self._times)
-                self._outcomes[i].stretches.append(stretch)
-        self._ids, self._now = ids, now
-
-
 STEPS = 1 << 14  # are recorded before their rows are written
 FLUSHES = 8  # after which memory that tables took goes back to the system
 REQUESTS = 1 << 10  # of which a run has more are written before its end
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What happened to one request."""
-
-    request: Request
-    arrival_ns: int
-    device: int | None = None  # the replica it was routed to
-    scheduled_ns: int | None = None
-    finish_ns: int | None = None
-    restarts: int = 0
-    swaps: int = 0
-    cached_tokens: int = 0
-    adapter_version: int | None = None  # with which it was admitted
-    status: str = "unfinished"
-    stretches: list[Stretch] = field(default_factory=list)  # never empty ones
-    written_tokens: int = 0  # once its row is written, which has their times
-
-    @property
-    def tokens(self) -> int:
-        """Output tokens delivered."""
-        own = sum([len(s) if s.end is None else s.end - s.first for s in self.stretches])
-        return self.written_tokens + own
-
-    @property
-    def first_token_ns(self) -> int | None:
-        """When the first output token was delivered."""
-        return self.stretches[0].first_ns if self.stretches else None
-
-    @property
-    def last_token_ns(self) -> int | None:
-        """When the newest output token was delivered."""
-        return self.stretches[-1].last_ns if self.stretches else None
-
-    @property
-    def token_ns(self) -> list[int]:
-        """When each output token was delivered."""
-        return list(chain.from_iterable([stretch.times for stretch in self.stretches]))
-
-
-@dataclass(slots=True)
-class SampleOutcome:
-    """What happened to one sample of a finetuning job."""
-
-    tokens: int
-    start_ns: int
-    left: int  # tokens that units still have to go back over
-    forward_tokens: int = 0
-    last_ns: int = 0
-    restarts: int = 0
-    since: int = 0  # the plan from which on its launches count
-
-    def settle(self, piece: Slice, end_ns: int) -> None:
-        """A window of the sample has ended."""
-        training, units = piece.job.training, piece.layers
-        assert training is not None and units is not None, "a window of a finetuning job"
-        self.last_ns = end_ns
-        if piece.work is Work.BACKWARD:
-            self.left -= piece.tokens * len(units)
-        elif units.stop == training.spec.num_units:
-            self.forward_tokens += piece.tokens
 
 
 class Recorder:
@@ -593,6 +475,7 @@ class RowStream:
     def _add_requests(self, outcomes: list[Outcome], outputs: Outputs | None) -> None:
         for begin in range(0, len(outcomes), REQUESTS):
             part = outcomes[begin : begin + REQUESTS]
-            self._files["requests"].add(self._requests(part, outputs))
-        for outcome in outcomes:
-            outcome.written_tokens, outcome.stretches = outcome.tokens, []
+            table = self._requests(part, outputs)
+            self._files["requests"].add(table)
+            for outcome, tokens in zip(part, table["output_tokens"].to_pylist(), strict=True):
+                outcome.written_tokens, outcome.stretches = tokens, []

@@ -35,7 +35,6 @@ from engine.results.schema import (
     texts,
     values_of,
 )
-from traces.serving.request import Request
 
 Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
 
@@ -51,32 +50,6 @@ LossOf = Callable[[int, int], float]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
 _KIND_COLUMNS = [kind for kind in Kind if kind is not Kind.ADAPTER]  # in the order of MEMORY
-
-
-class Delivered(Protocol):
-    """Tokens that a request got without a gap."""
-
-    @property
-    def times(self) -> Times:
-        """When each was delivered, in ns."""
-
-
-class RequestFacts(Protocol):
-    """What happened to one request."""
-
-    request: Request
-    arrival_ns: int
-    device: int | None
-    scheduled_ns: int | None
-    finish_ns: int | None
-    restarts: int
-    swaps: int
-    cached_tokens: int
-    status: str
-
-    @property
-    def stretches(self) -> Sequence[Delivered]:
-        """Its tokens, in the order of delivery."""
 
 
 class EqualSteps(Protocol):
@@ -138,10 +111,10 @@ def table_of(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
     """Rows in the order of a schema's columns, as one of the tables of engine/results/schema.py."""
     schema = TABLES[name]
     columns = zip(*rows, strict=True) if rows else ([] for _ in schema)
-    return _table(name, [list(column) for column in columns])
+    return table_of_columns(name, [list(column) for column in columns])
 
 
-def _table(name: str, columns: Iterable[Any]) -> pa.Table:
+def table_of_columns(name: str, columns: Iterable[Any]) -> pa.Table:
     """Columns in the order of a schema: arrays of Arrow or of numpy, or values, None where null."""
     arrays = [
         found
@@ -297,35 +270,6 @@ class Facts(NamedTuple):
         }
 
 
-def requests_table(outcomes: Sequence[RequestFacts], outputs: Outputs | None) -> pa.Table:
-    """REQUESTS; `outputs` gives the generated ids of a request."""
-    times = [_joined([s.times for s in outcome.stretches]) for outcome in outcomes]
-    counts = _ints(map(len, times))
-    requests = [outcome.request for outcome in outcomes]
-    ids = [None if outputs is None else list(outputs(r.request_id)) for r in requests]
-    columns: list[Any] = [
-        [request.request_id for request in requests],
-        [request.session for request in requests],
-        [request.turn for request in requests],
-        [request.slo for request in requests],
-        [outcome.device for outcome in outcomes],
-        [request.prompt_tokens for request in requests],
-        counts,
-        [outcome.arrival_ns for outcome in outcomes],
-        [outcome.scheduled_ns for outcome in outcomes],
-        [int(own[0]) if len(own) else None for own in times],
-        [outcome.finish_ns for outcome in outcomes],
-        [outcome.restarts for outcome in outcomes],
-        [outcome.swaps for outcome in outcomes],
-        [outcome.cached_tokens for outcome in outcomes],
-        [outcome.status for outcome in outcomes],
-        lists(starts_of(counts), np.concatenate([*times, np.empty(0, np.int64)]), TOKEN_TIMES),
-        ids,
-    ]
-    return _table("requests", columns)
-
-
-TOKEN_TIMES = TABLES["requests"].field("token_ns").type
 JOBS, TOKENS = (TABLES["steps"].field(name).type for name in ("jobs", "tokens"))
 RETURNED = TABLES["plans"].field("returned").type
 
@@ -478,7 +422,7 @@ def _served(
         lists(starts, tokens, TOKENS),
         lists(starts, contexts, TOKENS),
     ]
-    return _table("steps", columns)
+    return table_of_columns("steps", columns)
 
 
 def _peaks(
@@ -561,7 +505,7 @@ def _grown(runs: Sequence[ManySteps]) -> pa.Table:
         unknown,
         unknown,
     ]
-    return _table("memory", columns)
+    return table_of_columns("memory", columns)
 
 
 def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
@@ -597,4 +541,4 @@ def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
         texts([*(text for text, _ in alone), *grows]),
         shared_texts([*bodies], np.concatenate([_ints(own), np.repeat(_ints(chosen), steps)])),
     ]
-    return compact(in_order("plans", _table("plans", columns)))
+    return compact(in_order("plans", table_of_columns("plans", columns)))

@@ -138,6 +138,7 @@ def name_of(target: Any) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
+@cache
 def hints_of(target: Any) -> dict[str, Any]:
     """The annotations of what a target is called with, by name; none where they are unknown."""
     # an annotation that exists for the type checker only cannot be resolved; then it is not checked

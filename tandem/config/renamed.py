@@ -293,7 +293,7 @@ NAMES: dict[str, str] = {
 # Names without a successor, and what does their work now.
 STRETCHED = "the engine repeats plans by itself, where a policy's Traits promise that it may"
 GONE: dict[str, str] = {
-    "engine.rows.request_row": "engine.results.tables.requests_table makes them all",
+    "engine.rows.request_row": "engine.results.outcomes.requests_table makes them all",
     "engine.course.Said": STRETCHED,
     "engine.draft.Draft": "write to the `plan` of fit(batch, view, plan)",
     "engine.plan.GrowCycle": STRETCHED,

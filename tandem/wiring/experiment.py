@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from analysis.run import RunFiles
 from analysis.yaml_text import yaml_text
 from engine.contract.executor import Launch
 from engine.contract.plan import Compute
@@ -58,7 +59,7 @@ def run_experiment(
         provenance |= _carried_out(run_spec, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
         seal(aside, "provenance.json")
-        metrics = _write_metrics(aside, limits)
+        metrics = _write_metrics(RunFiles(aside, provenance, point.config), limits)
         seal(aside, "metrics.json")
         write_status(aside, OK)  # the last: a run killed before it has not finished
         return metrics
@@ -271,10 +272,9 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     seal(folder, "config.yaml")
 
 
-def _write_metrics(folder: Path, limits: Mapping[str, Any]) -> dict[str, Any]:
+def _write_metrics(run: RunFiles, limits: Mapping[str, Any]) -> dict[str, Any]:
     from analysis.metrics import summary
-    from analysis.run import run_files
 
-    metrics = dict(summary(run_files(folder), limits or None))
-    write_json(folder / "metrics.json", metrics)
+    metrics = dict(summary(run, limits or None))
+    write_json(run.folder / "metrics.json", metrics)
     return metrics

@@ -43,6 +43,7 @@ from tandem.wiring.backends import (
     trained_ns,
     with_reference,
 )
+from tandem.wiring.budget import GPU
 from tandem.wiring.cost import COST, about, device_facts
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import commit, running_folder, sole_user
@@ -265,11 +266,29 @@ def _replay(
         changed["arrival"] = {"_target_": "traces.serving.arrivals.AllAtOnce"}
     write_trace(trace, drawn, {"source": "made up by tandem/wiring/workload.py", "seed": seed})
     changed["backend"] = {**config["backend"], "workspace_every": 0}  # only times are of use
+    changed |= _roomy(point)
     if finetunes(point):  # on other samples than those of the configuration's seed, too
         recipe = config["training"]["recipe"]
         recipe = {**recipe, "seed": int(recipe["seed"]) + 1 + number}
         changed["training"] = {**config["training"], "recipe": recipe}
     run_experiment(replace(point, config={**config, **changed}), folder / name)
+
+
+def _roomy(point: ComposedConfig) -> dict[str, Any]:
+    """Settings by which other requests find the KV of a configuration, whatever their steps take.
+
+    A policy may start all prompts together: those of a fitted replay are other ones, and may need
+    more than is set aside for the largest step. A GPU has the memory that it has.
+    """
+    run_spec = run_spec_of(point)
+    if not run_spec.device.is_cpu:
+        return {}
+    kv_bytes = run_spec.room.capacity_bytes[GPU] - run_spec.room.memory.weights
+    memory_bytes = max(run_spec.device.memory_bytes, ROOM_BYTES)
+    return {
+        "device": {**point.config["device"], "memory_bytes": memory_bytes},
+        "budget": {**point.config["budget"], "kv_bytes": kv_bytes, "kv_pages": None},
+    }
 
 
 def _source(folder: Path) -> str:

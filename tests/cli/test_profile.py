@@ -206,6 +206,22 @@ def test_replays_finetune_on_other_samples_than_the_run(
     assert point.config["training"]["recipe"]["seed"] not in seeds
 
 
+def test_replays_have_the_kv_of_the_run_and_room_for_steps_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of whole prompts has no bound in tokens: it is as large as those of the trace."""
+    ran = []
+    monkeypatch.setattr(
+        "tandem.wiring.profile.run_experiment", lambda point, folder: ran.append(point)
+    )
+    words = ["backend=cpu", "model=tiny_llama", "policy=orca", "limit=3", "arrival.rate=7"]
+    point = composed([*words, "device.memory_bytes=64000000"])
+    fitted_replay(point, tmp_path, 0)
+    own, other = (run_spec_of(found).room for found in (point, ran[0]))
+    assert other.capacity_bytes == own.capacity_bytes
+    assert other.memory.activation > own.memory.left, "it would not fit"
+
+
 def test_policies_may_be_quoted_another_profile_than_that_of_the_run(tmp_path: Path) -> None:
     words = ["model=micro_llama", "limit=2", f"profile={profiled(tmp_path / 'a', 4000)}"]
     alone = run_spec_of(composed(words))

@@ -30,7 +30,7 @@ from tests.laws.house import (
 FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
-    "engine": 46,  # windows of a sample, service of tenants, traits, adapters of requests
+    "engine": 47,  # windows of a sample, tenants, traits, adapters, what happened to requests
     "runtime": 49,  # finetuning beside requests, requests through adapters
     "tandem": 41,  # adapters of requests; a verb of its own with the protocol of fidelity behind it
     "traces": 30,  # samples
