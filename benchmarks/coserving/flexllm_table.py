@@ -39,7 +39,8 @@ from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region,
 from engine.contract.windows import sample_bytes, windows_of
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
-from engine.results.recorder import Outcome, Recorder
+from engine.results.outcomes import Outcome
+from engine.results.recorder import Recorder
 from models.spec import ModelSpec
 from models.training.kept import finetuning_shape
 from policies.composed import Composed

@@ -120,6 +120,8 @@ class AdapterCheck:
         (newest,), training = known, job.training
         if training.spec.publish != newest.name or op.dst in made:
             _refuse(f"{told(op.dst)} is published by another job, or twice", owner)
+        if op.dst.device != op.src.device:
+            _refuse(f"{told(op.dst)} is published from {told(op.src)}: on another host", owner)
         if op.dst.region.slot != newest.version + 1:
             what = f"{told(op.dst)} is published, and the newest is {newest.version}"
             _refuse(what, owner)

@@ -314,7 +314,9 @@ class PlanCheck:
             what = f"copy of {told(op.src)}"
             if ends and device not in ends:
                 raise ContractError(Rule.DEVICE, f"{what} in a plan for device {device}")
-            if op.src == op.dst or (op.src[0] != op.dst[0] and not is_publication(op)):
+            is_moved = op.src[0] != op.dst[0]
+            publishes = is_moved and self._adapters is not None and is_publication(op)
+            if op.src == op.dst or (is_moved and not publishes):
                 what += f" onto {told(op.dst)}: a copy keeps its region"
                 raise ContractError(Rule.COPY, what)
         elif kind is Share:

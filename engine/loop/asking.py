@@ -254,6 +254,7 @@ class Asking:
     def _give_back(self, device: int, number: int) -> None:
         if self._frees.give_back(device, number):
             self._reuse.returned()
+            self._state.retire()
             self._state.release_idle()
 
     def _view(self, device: int) -> View:

@@ -13,7 +13,8 @@ from engine.contract.plan import Compute, Lane, Op
 from engine.contract.regions import SHARED_OWNER, Kind, Place
 from engine.contract.rules import BrokenLaw
 from engine.loop.state import JobLists
-from engine.results.recorder import Outcome, Recorder
+from engine.results.outcomes import Outcome
+from engine.results.recorder import Recorder
 from traces.serving.request import TrainingJob
 
 

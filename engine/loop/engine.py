@@ -72,6 +72,11 @@ FRUITLESS = 10_000  # plans in a row without an operation: the policy will never
 
 def _check_brings(traits: Traits, name: str) -> None:
     """ValueError where no memory policy brings adapters to the device."""
+    if traits.adapters and traits.kv_growth != "asked":
+        raise ValueError(
+            f"policy {name} declares kv_growth={traits.kv_growth} with adapters: what a launch "
+            'reads is known where it is asked for; declare kv_growth="asked"'
+        )
     if not traits.adapters:
         raise ValueError(
             f"policy {name} brings no adapters to the device: put its memory half into an "
@@ -166,6 +171,7 @@ class Engine(Lifecycle):
             InFlight(devices),
             EngineProfile(None if cost is None else cost.launch_ns),
             Wakeup(env, self._changed),
+            [],
         )
         self.reuse = PlanReuse(self._issue)
         if fast_forward and devices == 1:
@@ -367,11 +373,13 @@ class Engine(Lifecycle):
         launches = self._booked(plan, device, moves)
         self._check_progress(plan, launches)
         host_ns = self._prepared(plan, device, launches)
-        wait_ns, env = due_ns(self.state.executor, host_ns), self.state.env
+        state = self.state
+        wait_ns, env = due_ns(state.executor, host_ns), state.env
         self._is_issuing = True
-        if wait_ns and not passed_to(env, self.state.now_ns + wait_ns):
+        if wait_ns and not passed_to(env, state.now_ns + wait_ns):
             yield simpy.Timeout(env, wait_ns)
         self._issuing.start(plan, launches, self.settle)
+        state.retire()
         self._is_issuing = False
         if self._may_stop:
             self._stop_with_serving()
@@ -402,7 +410,7 @@ class Engine(Lifecycle):
                 if self._issuing.prefix is not None:
                     self._issuing.prefix.renew(job)
             if over is not None:
-                state.retire(over)
+                state.over.append(over)
 
     def _check_progress(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Raises Stalled where many plans in a row hold no operation."""

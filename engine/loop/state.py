@@ -417,6 +417,7 @@ class EngineState:
     in_flight: InFlight
     profile: EngineProfile
     wakeup: Wakeup
+    over: list[AdapterVersion]  # that no request needs, and whose homes are still held
 
     @property
     def now_ns(self) -> int:
@@ -428,16 +429,22 @@ class EngineState:
             if self.store is not None and place.region.kind is not Kind.KV:
                 self.store.free(place)
         if self.adapters is not None and (version := self.adapters.end(owner)) is not None:
-            self.retire(version)
+            self.over.append(version)
 
-    def retire(self, version: AdapterVersion) -> None:
-        """Gives back the homes of a version that no request needs; copies are the policy's."""
-        for device in range(self.devices):
-            home = version.home(device)
-            if home in self.ledger.held_bytes:
-                self.ledger.give(home)
-                if self.store is not None:
-                    self.store.free(home)
+    def retire(self) -> None:
+        """Gives back the homes of versions that no request needs; copies are the policy's.
+
+        A plan that is issued may copy from a home whose last request it refuses, or whose next
+        version it publishes: homes go once its operations have started.
+        """
+        for version in self.over:
+            for device in range(self.devices):
+                home = version.home(device)
+                if home in self.ledger.held_bytes:
+                    self.ledger.give(home)
+                    if self.store is not None:
+                        self.store.free(home)
+        self.over.clear()
 
     def release_idle(self) -> None:
         """Hands idle KV pages to the executor, which may return their memory to the system."""

@@ -50,6 +50,8 @@ LossOf = Callable[[int, int], float]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
 _KIND_COLUMNS = [kind for kind in Kind if kind is not Kind.ADAPTER]  # in the order of MEMORY
+ADAPTERS = [*Kind].index(Kind.ADAPTER)
+assert len(_KIND_COLUMNS) == ADAPTERS, "adapters are the last kind: a column by itself"
 
 
 class EqualSteps(Protocol):
@@ -453,14 +455,20 @@ CAUSES = {cause: number for number, cause in enumerate(ROW_ORDER)}
 def memory_table(rows: Sequence[MemoryRow], runs: Sequence[ManySteps], adapted: bool) -> pa.Table:
     """MEMORY by time; at one moment settle, return and issue rows in this order, then by step."""
     alone = table_of("memory", [memory_row(row, figures) for row in rows for figures in row[3]])
-    if adapted:  # then no steps are issued as one
-        nbytes = [figures.kind_bytes[-1] for row in rows for figures in row[3]]
-        alone = alone.append_column(ADAPTER_BYTES, numbers(nbytes, ADAPTER_BYTES.type))
-    return in_order("memory", pa.concat_tables([alone, _grown(runs)]) if runs else alone)
+    if adapted:
+        nbytes = _ints([figures.kind_bytes[ADAPTERS] for row in rows for figures in row[3]])
+        alone = _with_adapters(alone, nbytes)
+    if not runs:
+        return in_order("memory", alone)
+    return in_order("memory", pa.concat_tables([alone, _grown(runs, adapted)]))
 
 
-def _grown(runs: Sequence[ManySteps]) -> pa.Table:
-    """Rows of runs.
+def _with_adapters(table: pa.Table, nbytes: Ints) -> pa.Table:
+    return table.append_column(ADAPTER_BYTES, numbers(nbytes, ADAPTER_BYTES.type))
+
+
+def _grown(runs: Sequence[ManySteps], adapted: bool) -> pa.Table:
+    """Rows of runs, of requests without an adapter where a run has `adapted` ones.
 
     There is a row at each issue, and at each settle after all that was issued before it.
     """
@@ -505,7 +513,10 @@ def _grown(runs: Sequence[ManySteps]) -> pa.Table:
         unknown,
         unknown,
     ]
-    return table_of_columns("memory", columns)
+    found = table_of_columns("memory", columns)
+    if not adapted:
+        return found
+    return _with_adapters(found, column([f.kind_bytes[ADAPTERS] for f in figures]))
 
 
 def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:

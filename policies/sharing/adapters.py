@@ -6,15 +6,16 @@ adapter has its home on the host; copies on the device come and go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.contract.adapters import AdapterVersion, resident_adapters
+from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.policy import Memory, PlanBuilder, Traits, traits_of
 from engine.contract.regions import Kind, Place, Pool, Tier, kv_place
 from engine.contract.view import View
-from policies.sharing.coserve import Without
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,37 @@ class AdapterMemory:
             self.serving.fit(batch, view, plan)
             return
         adapters = ResidentAdapters(view, plan, self.most)
-        spare_bytes = traits_of(self.serving).spare_pages * view.page.nbytes
-        slices = adapters.bring(batch, spare_bytes)
+        serving = traits_of(self.serving)
+        spare_bytes = serving.spare_pages * view.page.nbytes
+        slices = adapters.bring(batch, spare_bytes, serving.reserved_tokens)
         if slices:
             self.serving.fit(slices, *adapters.beside())
+
+
+def idle_adapters(view: View, plan: PlanBuilder, served: Iterable[Slice]) -> list[Place]:
+    """The adapters on a device that neither a running request needs nor the batch.
+
+    Args:
+        view: what the policy was shown.
+        plan: the plan that is written.
+        served: slices of requests in the batch, taken in or not.
+
+    Returns:
+        Places that the plan holds, the least recently used first.
+    """
+    if not view.adapters:
+        return []
+    device = view.device
+    running = [j for j in view.serving if plan.holds(kv_place(j.job_id, Tier.GPU, device))]
+    jobs = [*running, *[piece.job for piece in served]]
+    needed = {job.adapter.place(device) for job in jobs if job.adapter is not None}
+    resident = resident_adapters(view.held_bytes, (Tier.GPU, device))
+    return _by_use([p for p in resident if plan.holds(p) and p not in needed], view)
+
+
+def _by_use(places: Iterable[Place], view: View) -> list[Place]:
+    """Adapters in the order of their last use, which is also that of eviction."""
+    return sorted(places, key=lambda place: (view.used[place], place))
 
 
 class ResidentAdapters:
@@ -81,7 +109,7 @@ class ResidentAdapters:
             plan.free(place)  # of an older version, whose last request has ended
             del self._resident[place]
         self._needed = self._of_running()
-        self._idle = self._by_use()  # the next to go first
+        self._idle = self._not_needed()  # the next to go first
 
     def _of_running(self) -> set[Place]:
         """The adapters of jobs in service that have KV on the device."""
@@ -91,22 +119,23 @@ class ResidentAdapters:
                 found.add(job.adapter.place(device))
         return found.intersection(self._resident)
 
-    def _by_use(self) -> list[Place]:
+    def _not_needed(self) -> list[Place]:
         """The adapters that are not needed, the least recently used first."""
-        used = self._view.used
-        idle = [place for place in self._resident if place not in self._needed]
-        return sorted(idle, key=lambda place: (used[place], place))
+        return _by_use([p for p in self._resident if p not in self._needed], self._view)
 
     @property
     def _idle_bytes(self) -> int:
         return sum([self._resident[place] for place in self._idle])
 
-    def bring(self, batch: Sequence[Slice], spare_bytes: int = 0) -> tuple[Slice, ...]:
+    def bring(
+        self, batch: Sequence[Slice], spare_bytes: int = 0, reserved_tokens: int = 0
+    ) -> tuple[Slice, ...]:
         """Writes the copies that a batch needs.
 
         Args:
             batch: the slices of the scheduling, by falling priority.
             spare_bytes: pages that must be free for a decode to run.
+            reserved_tokens: of which a job takes the pages when it is admitted; 0: those it needs.
 
         Returns:
             The slices whose adapters are on the device then.
@@ -123,24 +152,28 @@ class ResidentAdapters:
             held = self._view.held_bytes.get(here, 0)
             if is_closed and not held:
                 continue
-            left -= max(0, page.bytes_for(job.computed_tokens + piece.tokens) - held)
+            tokens = max(job.computed_tokens + piece.tokens, reserved_tokens)
+            takes = max(0, page.bytes_for(tokens) - held - self._shared_bytes(job))
             if version is None:
                 slices.append(piece)
+                left -= takes
                 continue
-            if version.nbytes + page.bytes_for(job.known_tokens) > room:
+            most_tokens = max(job.known_tokens, reserved_tokens)
+            if version.nbytes + page.bytes_for(most_tokens) + spare_bytes > room:
                 plan.refuse(job)  # not even alone
                 continue
             if (place := version.place(device)) in self._needed:
                 slices.append(piece)
+                left -= takes
                 continue
             if place in given_up:
                 continue
             if self._most is not None and len(self._needed) >= self._most:
                 continue
-            if version.nbytes > left:
+            if version.nbytes + takes > left:
                 is_closed = True
                 continue
-            left -= version.nbytes
+            left -= version.nbytes + takes
             self._needed.add(place)
             if place in self._resident:
                 self._idle.remove(place)
@@ -150,6 +183,13 @@ class ResidentAdapters:
         for place, version in comes.items():
             self._copy(place, version)
         return tuple(slices)
+
+    def _shared_bytes(self, job: Job) -> int:
+        """Pages that other jobs hold, and on which a waiting one starts."""
+        if job.computed_tokens:
+            return 0
+        found = self._plan.found(job)
+        return (len(found) - self._plan.idle(found)) * self._view.page.nbytes
 
     def _give_up(self, batch: Sequence[Slice], room: int) -> set[Place]:
         """Adapters of running jobs beside which the first running job of a batch has no room.
@@ -165,6 +205,8 @@ class ResidentAdapters:
         own = None if job.adapter is None else job.adapter.place(device)
         left = room - self._view.page.bytes_for(job.computed_tokens + head.tokens)
         left -= sum([self._resident[place] for place in self._needed])
+        if job.adapter is not None and own not in self._needed:
+            left -= job.adapter.nbytes
         for other in reversed(self._view.serving):
             if left >= 0:
                 break
@@ -174,7 +216,7 @@ class ResidentAdapters:
                 found.add(place)
                 left += self._resident[place]
         if found:
-            self._idle = self._by_use()
+            self._idle = self._not_needed()
         return found
 
     def _copy(self, place: Place, version: AdapterVersion) -> None:
@@ -213,3 +255,30 @@ class ResidentAdapters:
 
 def _home(place: Place) -> Place:
     return Place(place.region, Tier.HOST, place.device)
+
+
+class Without(Mapping[Place, int]):
+    """Bytes of all places but some.
+
+    Args:
+        whole: bytes by place.
+        left_out: places that are not shown.
+    """
+
+    def __init__(self, whole: Mapping[Place, int], left_out: Set[Place]) -> None:
+        self._whole, self._left_out = whole, left_out
+
+    def __getitem__(self, place: Place) -> int:
+        if place in self._left_out:
+            raise KeyError(place)
+        return self._whole[place]
+
+    def get(self, place: Place, default: Any = None) -> Any:
+        """Bytes of a place; the default where it holds none, or is not shown."""
+        return default if place in self._left_out else self._whole.get(place, default)
+
+    def __iter__(self) -> Iterator[Place]:
+        return (place for place in self._whole if place not in self._left_out)
+
+    def __len__(self) -> int:
+        return sum([1 for _ in self])

@@ -7,9 +7,9 @@ a sample holds gives way to keys and values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from engine.contract.job import Job, TrainingProgress, layout_of
 from engine.contract.layout import Mode
@@ -25,6 +25,7 @@ from engine.contract.windows import (
     sample_places,
     window_footprint,
 )
+from policies.sharing.adapters import Without, idle_adapters
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 from policies.training.out_of_memory import OutOfMemory, patient
@@ -220,7 +221,7 @@ class CoMemory:
     with the plan of the unit's backward.
 
     Behind an update of a job that publishes, what it has trained is copied to the host as the next
-    version of an adapter.
+    version of an adapter. Adapters that no running request needs give way to what finetunes.
 
     A batch whose first slice trains is a turn of training: it serves only where training finds no
     room.
@@ -280,31 +281,42 @@ class CoMemory:
         samples = HeldSamples(view, plan, gives_way=self.buffers == "grown")
         if served and batch[0].job.training is not None:
             for piece in trained:
-                self._place(piece, view, plan)
+                self._place(piece, (), view, plan)
             if plan:
                 return
             trained = []
         for piece in trained:  # updates come first: a window behind one finds its weights
             if piece.work is Work.UPDATE:
-                self._place(piece, view, plan)
+                self._place(piece, served, view, plan)
         if served:
             self.serving.fit(served, *samples.beside(view, plan))
         for piece in trained:
             if piece.work is not Work.UPDATE and piece.job.job_id not in samples.restarted:
-                self._place(piece, view, plan)
+                self._place(piece, served, view, plan)
         if not plan and trained and not view.serving and not view.in_flight:
             samples.give_way_to(trained[-1].job)
             if not plan:
                 self._refuse_endless(trained[-1], view, plan)
 
-    def _place(self, piece: Slice, view: View, plan: PlanBuilder) -> None:
-        """Writes a launch that finetunes, if there is room for it."""
+    def _place(
+        self, piece: Slice, served: tuple[Slice, ...], view: View, plan: PlanBuilder
+    ) -> None:
+        """Writes a launch that finetunes, if there is room for it beside what is served."""
         lasting = self._lasting(piece, view)
         footprint, grows = _growth(piece, lasting, view, plan)
+        needs = dict(_needs(footprint, grows, plan, view.device))
+        pool = (Tier.GPU, view.device)
+        nbytes = needs.pop(pool)
+        if any([count > plan.room(other) for other, count in needs.items()]):
+            return
         spare = 0 if piece.work is Work.UPDATE else self._headroom_bytes(view)
-        for pool, nbytes in _needs(footprint, grows, plan, view.device).items():
-            if nbytes and nbytes > plan.room(pool) - (spare if pool[0] is Tier.GPU else 0):
-                return
+        need = nbytes and nbytes + spare
+        idle = idle_adapters(view, plan, served) if need > plan.room(pool) else []
+        if need > plan.room(pool) + sum(map(plan.held, idle)):
+            return
+        for place in idle:
+            if need > plan.room(pool):
+                plan.free(place)
         for place in _absent(footprint.comes, plan):
             plan.move(on_host(place), place)
         plan.grow_all(grows)
@@ -350,8 +362,10 @@ class CoMemory:
         what = f"a window of training job {piece.job.job_id}"
         if spare := self._headroom_bytes(view):
             what += f" beside a headroom of {spare:,}"
+        idle_bytes = sum(map(plan.held, idle_adapters(view, plan, ())))
         for pool, nbytes in _needs(footprint, grows, plan, view.device).items():
-            need = nbytes + (self._headroom_bytes(view) if pool[0] is Tier.GPU else 0)
+            is_device = pool[0] is Tier.GPU
+            need = nbytes + (self._headroom_bytes(view) - idle_bytes if is_device else 0)
             if (deficit_bytes := need - plan.room(pool)) > 0:
                 raise OutOfMemory(pool, deficit_bytes, what, remedies)
 
@@ -419,33 +433,6 @@ def _growth(
         sizes = largest.items()
     lacks = [(place, nbytes - plan.held(place)) for place, nbytes in sizes]
     return footprint, [Grow(place, nbytes) for place, nbytes in lacks if nbytes > 0]
-
-
-class Without(Mapping[Place, int]):
-    """Bytes of all places but some.
-
-    Args:
-        whole: bytes by place.
-        left_out: places that are not shown.
-    """
-
-    def __init__(self, whole: Mapping[Place, int], left_out: Set[Place]) -> None:
-        self._whole, self._left_out = whole, left_out
-
-    def __getitem__(self, place: Place) -> int:
-        if place in self._left_out:
-            raise KeyError(place)
-        return self._whole[place]
-
-    def get(self, place: Place, default: Any = None) -> Any:
-        """Bytes of a place; the default where it holds none, or is not shown."""
-        return default if place in self._left_out else self._whole.get(place, default)
-
-    def __iter__(self) -> Iterator[Place]:
-        return (place for place in self._whole if place not in self._left_out)
-
-    def __len__(self) -> int:
-        return sum([1 for _ in self])
 
 
 class HeldSamples:

@@ -155,6 +155,8 @@ class ServingMachine(Machine[Prepared]):
             if self.through is not None and any(s.job.adapter is not None for s in slices):
                 return self._adapted(layers, slices, pieces)
             return LaunchPart(layers, self.packer.frame(pieces) or self.packer.pack(pieces))
+        if any([piece.job.adapter is not None for piece in slices]):
+            raise NotImplementedError("requests run through adapters in all layers at once")
         packed = self.packer.pack(pieces, layers.stop == self.spec.num_layers)
         by_job = {piece.job_id: part for piece, part in zip(pieces, slices, strict=True)}
         return LaunchPart(layers, packed, tuple(by_job[piece.job_id] for piece in packed.pieces))

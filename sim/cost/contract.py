@@ -308,7 +308,7 @@ class ShapePriced(LaunchCost):
         op = compute_of(launch)
         if finetunes(training) and training[0].work is not Work.UPDATE:
             return self.windows_ns(launch, training)
-        ns = sum([self.prices.ns(op, piece) for piece in training])
+        ns = sum([self.prices.ns(op, piece) for piece in training]) + self.adapters_ns(launch)
         return ns + (0 if len(training) == len(op.slices) else self.served_ns(served_part(launch)))
 
     def windows_ns(self: _Shapes, launch: Launch, training: Sequence[Slice]) -> int:
@@ -327,9 +327,8 @@ class ShapePriced(LaunchCost):
         windows = [window_of(own, context_in(launch, own), self.model) for own in training]
         if training[0].work is Work.BACKWARD:
             return sum([self.back_ns(window) for window in windows])
-        labels = sum([window.labels for window in windows])
-        extra_ns = sum([self.extra_ns(window) for window in windows])
-        return self.forward_ns(launch, labels) + extra_ns + self.adapters_ns(launch)
+        ns = self.forward_ns(launch, sum([window.labels for window in windows]))
+        return ns + sum([self.extra_ns(w) for w in windows]) + self.adapters_ns(launch)
 
     def forward_ns(self: _Shapes, launch: Launch, labels: int) -> int:
         """Duration of serving a launch whose windows are more prompt slices.

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.contract.adapters import AdapterSpec
 from engine.contract.policy import Policy, traits_of
-from models.parameters import adapter_bytes
+from models.parameters import adapter_bytes, lora_targets
 from models.spec import ModelSpec
 from tandem.config.check import arguments
 from traces.serving.request import Request, TrainingJob
@@ -122,11 +122,11 @@ def adapters_of(
         )
     for job in jobs:
         if job.publish:
-            _check_published(job, found)
+            _check_published(job, found, spec)
     return tuple(found)
 
 
-def _check_published(job: TrainingJob, adapters: Sequence[AdapterSpec]) -> None:
+def _check_published(job: TrainingJob, adapters: Sequence[AdapterSpec], spec: ModelSpec) -> None:
     """ValueError where a job publishes something else than the next version of an adapter."""
     names = [adapter.name for adapter in adapters]
     if job.publish not in names:
@@ -136,14 +136,20 @@ def _check_published(job: TrainingJob, adapters: Sequence[AdapterSpec]) -> None:
             "give the run some with adapters.count"
         )
     made, served = job.recipe, adapters[names.index(job.publish)].recipe
-    if (made.lora_rank, made.lora_alpha, tuple(made.lora_targets)) != (
-        served.lora_rank,
-        served.lora_alpha,
-        served.lora_targets,
-    ):
+    if made.lora_rank is None or made.frozen_units > 1:  # unit 0 is the embedding, without any
+        raise ValueError(
+            f"training.publish={job.publish}: the job does not train an adapter of all layers; "
+            "take training/recipe=lora with training.recipe.frozen_units=0"
+        )
+    if _kind(made, spec) != _kind(served, spec):
         targets = ", ".join(made.lora_targets)
         raise ValueError(
             f"training.publish={job.publish}: the job trains another kind of adapter; set "
             f"adapters.rank={made.lora_rank} adapters.alpha={made.lora_alpha:g} "
             f"adapters.targets=[{targets}]"
         )
+
+
+def _kind(recipe: Recipe, spec: ModelSpec) -> tuple[int | None, float, tuple[str, ...]]:
+    """What adapters of one kind have in common."""
+    return recipe.lora_rank, recipe.lora_alpha, tuple(lora_targets(spec, recipe))

@@ -286,6 +286,7 @@ def check_states(
     states, page = sum([n for p, n in planned.places.items() if p.pool == GPU]), room.page
     kv = room.capacity_bytes[GPU] - sum([n for p, n in room.layout.places.items() if p.pool == GPU])
     longest, reserved, needed = _most_needed(page, requests, policy)
+    needed += max([adapter.nbytes for adapter in room.layout.adapters], default=0)
     least = page.nbytes if budget.may_refuse else needed
     if kv - states < least:
         who, _ = asks(longest, reserved)

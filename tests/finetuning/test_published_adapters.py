@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.contract.plan import Copy, Free
 from engine.contract.regions import Kind, Tier
+from engine.loop.engine import Engine
 from engine.results.schema import read_table
 from models.parameters import adapter_parameters
 from runtime.finetuning.adapters import ServedAdapters, drawn_adapter
@@ -27,6 +28,8 @@ from tandem.wiring.machines import prompts_of
 from tandem.wiring.run_spec import run_spec_of
 from tests.finetuning.test_co_serving_runs import Run, run, run_of
 from tests.support.reference import compare, generate
+from traces.serving.request import Request
+from traces.store import write_trace
 
 WORDS = (
     *("policy=coserve_adapters", "adapters.count=3", "adapters.rank=4", "training.publish=a0"),
@@ -139,6 +142,7 @@ REFUSED = {
     ("adapters.targets=[z]",): "recipe.lora_targets: 'z' is no product of a llama layer",
     ("budget.host_bytes=5",): "short: their homes take",
     ("adapters.size=3",): "adapters.size",
+    ("training.recipe.frozen_units=2",): "training.publish=a0: the job does not train an adapter o",
 }
 
 
@@ -150,9 +154,6 @@ def test_what_cannot_be_is_refused_in_one_line(words: tuple[str, ...]) -> None:
 
 
 def test_a_trace_that_names_an_unknown_adapter_is_refused_in_one_line(tmp_path: Any) -> None:
-    from traces.serving.request import Request
-    from traces.store import write_trace
-
     path = tmp_path / "named.parquet"
     requests = [Request(0, 0, 4, 2, adapter="mine"), Request(1, 0, 4, 2)]
     write_trace(path, requests, {"source": "a test"})
@@ -179,6 +180,26 @@ def test_results_tell_of_adapters(tmp_path: Path) -> None:
     assert {row["adapter_version"] for row in requests} == {0}
     provenance = json.loads((tmp_path / "run/provenance.json").read_text())
     assert "adapters: " in told(metrics, provenance)
+
+
+def test_runs_of_requests_without_an_adapter_tell_of_adapters(tmp_path: Path) -> None:
+    """Steps that are issued as one have rows like those that are issued one by one."""
+    path = tmp_path / "named.parquet"
+    requests = [Request(i, i * 10**9, 20, 60, adapter="x" * (i % 2)) for i in range(6)]
+    write_trace(path, requests, {"source": "a test"})
+    words = ["trace=file", f"trace.path={path}", "policy=adapters", "adapters.names=[x]"]
+    words += ["adapters.zipf=null", "arrival=trace"]
+    for fast in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            if not fast:
+                patched.setattr("tandem.wiring.experiment.Engine", step_by_step)
+            run_experiment(composed(words), tmp_path / str(fast))
+    tables = [read_table(tmp_path / f"{fast}/memory.parquet") for fast in (True, False)]
+    assert tables[0].equals(tables[1]) and max(tables[0]["adapter_bytes"].to_pylist()) > 0
+
+
+def step_by_step(*given: Any, **named: Any) -> Engine:
+    return Engine(*given, **named, fast_forward=False)
 
 
 def test_popularity_follows_zipf() -> None:
