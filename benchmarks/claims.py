@@ -32,7 +32,8 @@ HEAD = """# Claims
 
 Each row is the last line of a script of benchmarks/; `make claims` runs them all and puts the
 whole output of each into results/SCRIPT.txt, under its commit and machine. A claim that could not
-run says so instead of a verdict; one that has no row was not run yet.
+run says so instead of a verdict; one that has no row was not run yet. SCRIPT.compiled is the
+compiled form. A commit with + had changes that were not committed.
 
 """
 

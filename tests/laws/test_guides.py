@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from engine.contract.job import Job
 from engine.contract.policy import Traits, traits_of
+from engine.contract.regions import Tier
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import check_policy
 from engine.loop.asking import MAKERS
@@ -24,7 +26,9 @@ from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.kv.paged_swap import PagedSwap
 from policies.scheduling.chunked_prefill import ChunkedPrefill
+from policies.sharing.coserve import CoMemory
 from tandem.cli.__main__ import main
+from tests.policies.finetuning_jobs import PAGE, layout_of_jobs, random_job
 from tests.support.blocks import (
     KINDS,
     NOT_RUN,
@@ -37,9 +41,12 @@ from tests.support.blocks import (
     script_of,
     shell,
 )
+from tests.support.replays import random_requests, replay
 
 MEMORY, SCHEDULING = "docs/guide/memory-policy.md", "docs/guide/scheduling-policy.md"
+SHARING = "docs/guide/finetune-while-you-serve.md"
 KEEPS_ROOM, FEEDBACK_QUEUE = ROOT / "examples/keeps_room", ROOT / "examples/feedback_queue"
+WHEN_NONE_WAITS = ROOT / "examples/when_none_waits"
 PYTHON = [name for name in PAGES if any(b.kind == "python" for b in blocks_of(page(name)))]
 LISTED = {  # blocks that are not run, by their page and first line
     ("README.md", "make demo"): "they set up the machine, and run the tests",
@@ -139,6 +146,7 @@ def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
         (KEEPS_ROOM, "keeps_room", MEMORY),
         (ROOT / "examples/shortest_prompt_first", "shortest", ""),
         (FEEDBACK_QUEUE, "feedback_queue", SCHEDULING),
+        (WHEN_NONE_WAITS, "when_none_waits", SHARING),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -181,6 +189,33 @@ def test_the_feedback_queue_keeps_its_contract_and_its_levels(
     decode, restarted = Job(2, 0, 30, 31, computed_tokens=30), Job(3, 0, 100, 165)
     assert [queue.level(job) for job in (waiting, decode, begun, restarted)] == [0, 0, 1, 3]
     sys.modules.pop("feedback_queue")
+
+
+def test_the_sharing_policy_keeps_its_contract_and_finetunes_when_none_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(WHEN_NONE_WAITS))
+    from when_none_waits import WhenNoneWaits  # type: ignore[import-not-found]
+
+    policy = Composed(WhenNoneWaits(ChunkedPrefill(64, 8), 32), CoMemory(PagedRestart()))
+    job, requests = random_job(random.Random(1), 1000), random_requests(2, 20, rate=300)
+    pools = {(Tier.GPU, 0): 180 * PAGE.nbytes, (Tier.HOST, 0): 30 * PAGE.nbytes}
+    layout = layout_of_jobs([job], 180)
+    work = [*requests, job]
+    assert check_policy(policy, work, capacity_bytes=pools, layout=layout, page=PAGE) > 0
+
+    class Watched(WhenNoneWaits):  # type: ignore[misc]
+        def batch(self, view):  # type: ignore[no-untyped-def]
+            slices = super().batch(view)
+            trains = any([piece.job.training is not None for piece in slices])
+            seen.add((trains, any([job.training is None for job in view.waiting])))
+            return slices
+
+    seen = set[tuple[bool, bool]]()  # it finetunes, a request waits
+    watched = Composed(Watched(ChunkedPrefill(64, 8), 32), CoMemory(PagedRestart()))
+    replay(watched, work, pages=180, page=PAGE, layout=layout).check()
+    assert seen >= {(True, False), (False, True)} and (True, True) not in seen
+    sys.modules.pop("when_none_waits")
 
 
 def test_the_feedback_queue_pauses_jobs_and_is_as_the_guide_says(
