@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -18,29 +18,42 @@ from engine.results.tables import Outputs, Times, table_of_columns
 from traces.serving.request import Request
 
 
-class Stretch:
-    """Tokens that a request got without a gap: a part of the delivery times of a device."""
+class Stretches:
+    """Tokens that a request got from a device, by its stretches without a gap.
 
-    __slots__ = ("device_ns", "end", "first")
+    A stretch is a part of the times at which the device delivered tokens. Its first and its end are
+    two numbers of `bounds`; the end of the newest one is not there while it goes on.
+    """
 
-    def __init__(self, times: Times) -> None:
-        self.device_ns, self.first = times, len(times)
-        self.end: int | None = None  # None while it goes on
+    __slots__ = ("bounds", "device_ns")
+
+    def __init__(self, device_ns: Times) -> None:
+        self.device_ns = device_ns
+        self.bounds: Times = array("q")
+
+    @property
+    def closed(self) -> Times:
+        """The bounds, with the newest end if that is not there yet."""
+        bounds = self.bounds
+        return bounds + array("q", [len(self.device_ns)]) if len(bounds) % 2 else bounds
 
     def __len__(self) -> int:
-        return (len(self.device_ns) if self.end is None else self.end) - self.first
+        bounds = self.closed
+        return sum(bounds[1::2]) - sum(bounds[::2])
 
     @property
     def first_ns(self) -> int:
-        return self.device_ns[self.first]
+        return self.device_ns[self.bounds[0]]
 
     @property
     def last_ns(self) -> int:
-        return self.device_ns[-1 if self.end is None else self.end - 1]
+        return self.device_ns[self.closed[-1] - 1]
 
     @property
-    def times(self) -> Times:
-        return self.device_ns[self.first : self.end]
+    def times(self) -> Iterator[int]:
+        bounds = self.closed
+        for first, end in zip(bounds[::2], bounds[1::2], strict=True):
+            yield from self.device_ns[first:end]
 
 
 class Deliveries:
@@ -51,7 +64,7 @@ class Deliveries:
         self._times: Times = array("q")
         self._ids: Sequence[int] = ()
         self._now: set[int] = set()  # of these ids
-        self._open: dict[int, Stretch] = {}  # by request
+        self._open: dict[int, Stretches] = {}  # by request
 
     def add(self, ids: tuple[int, ...], times_ns: Iterable[int]) -> None:
         """Each of these requests got a token at each of these times."""
@@ -61,13 +74,20 @@ class Deliveries:
 
     def _change(self, ids: tuple[int, ...]) -> None:
         before, now, going_on = self._now, set(ids), self._open
+        at = len(self._times)
         for i in before ^ now:
             if i in before:
-                going_on.pop(i).end = len(self._times)
+                own = going_on.pop(i)
             else:
-                going_on[i] = stretch = Stretch(self._times)
-                self._outcomes[i].stretches.append(stretch)
+                own = going_on[i] = self._stretches(self._outcomes[i].stretches)
+            own.bounds.append(at)
         self._ids, self._now = ids, now
+
+    def _stretches(self, known: list[Stretches]) -> Stretches:
+        """Those of a request on this device, which go on where it got its last token here."""
+        if not known or known[-1].device_ns is not self._times:
+            known.append(Stretches(self._times))
+        return known[-1]
 
 
 @dataclass(slots=True)
@@ -84,14 +104,13 @@ class Outcome:
     cached_tokens: int = 0
     adapter_version: int | None = None  # with which it was admitted
     status: str = "unfinished"
-    stretches: list[Stretch] = field(default_factory=list)  # never empty ones
+    stretches: list[Stretches] = field(default_factory=list)  # by device, in order of delivery
     written_tokens: int = 0  # once its row is written, which has their times
 
     @property
     def tokens(self) -> int:
         """Output tokens delivered."""
-        own = sum([len(s) if s.end is None else s.end - s.first for s in self.stretches])
-        return self.written_tokens + own
+        return self.written_tokens + sum(map(len, self.stretches))
 
     @property
     def first_token_ns(self) -> int | None:
@@ -106,7 +125,7 @@ class Outcome:
     @property
     def token_ns(self) -> list[int]:
         """When each output token was delivered."""
-        return list(chain.from_iterable([stretch.times for stretch in self.stretches]))
+        return list(chain.from_iterable([part.times for part in self.stretches]))
 
 
 @dataclass(slots=True)
@@ -169,17 +188,23 @@ def _token_times(outcomes: Sequence[Outcome]) -> tuple[Ints, Ints]:
 
     Requests that share a device come and go: each may have hundreds of stretches.
     """
-    found: list[Stretch] = [s for outcome in outcomes for s in outcome.stretches]
-    firsts = _int64([s.first for s in found])
-    ends = _int64([len(s.device_ns) if s.end is None else s.end for s in found])
-    starts = starts_of(ends - firsts)
-    own = starts[starts_of(_int64([len(outcome.stretches) for outcome in outcomes]))]
-    at = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], ends - firsts)
-    devices = {id(s.device_ns): s.device_ns for s in found}
+    parts = [part for outcome in outcomes for part in outcome.stretches]
+    bounds, of_part = array("q"), list[int]()
+    for part in parts:
+        closed = part.closed
+        bounds.extend(closed)
+        of_part.append(len(closed) // 2)
+    firsts, ends = np.array(bounds, np.int64).reshape(-1, 2).T
+    counts = ends - firsts
+    starts, stretches = starts_of(counts), starts_of(_int64(of_part))
+    own = starts[stretches[starts_of(_int64([len(o.stretches) for o in outcomes]))]]
+    at = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], counts)
+    devices = {id(part.device_ns): part.device_ns for part in parts}
     if len(devices) == 1:
-        return own, np.frombuffer(found[0].device_ns, np.int64)[at]
+        return own, np.frombuffer(parts[0].device_ns, np.int64)[at]
     times = np.empty(len(at), np.int64)
-    chosen = np.repeat(_int64([id(s.device_ns) for s in found]), ends - firsts)
+    chosen = np.repeat(_int64([id(part.device_ns) for part in parts]), _int64(of_part))
+    chosen = np.repeat(chosen, counts)
     for number, device_ns in devices.items():
         is_here = chosen == number
         times[is_here] = np.frombuffer(device_ns, np.int64)[at[is_here]]

@@ -19,7 +19,7 @@ from sim.cost.launch_shape import forward_shape, sizes
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import training_operators
 from sim.cost.windows import WindowShape, backward_operators, extra_operators
-from sim.devices.device import Device, share
+from sim.devices.device import Device, share, shares
 from sim.devices.group import ALONE, Group, exchange_ns
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -53,6 +53,23 @@ class Dense(NamedTuple):
     kernels: int
 
 
+class Priced(NamedTuple):
+    """Durations that are known, in ns.
+
+    decodes  by block of contexts, of a decode with kernels of its own
+    dense    by tokens of a launch
+    heads    by rows of the head
+    windows  by window of a finetuning job
+    through  by rows of an adapter
+    """
+
+    decodes: dict[int, Floats]
+    dense: dict[int, Dense]
+    heads: dict[int, float]
+    windows: dict[WindowShape, int]
+    through: dict[AdapterRows, int]
+
+
 @dataclass(frozen=True)
 class Roofline(ShapePriced):
     """Sum over kernels of max(flops / reached rate, bytes / reached bandwidth) + overhead.
@@ -72,17 +89,12 @@ class Roofline(ShapePriced):
     page_tokens: int = 16
     group: Group = ALONE
     form: str = field(default="roofline", init=False)
-    _decodes_ns: dict[int, Floats] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _dense_ns: dict[int, Dense] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _heads_ns: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _windows_ns: dict[WindowShape, int] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _through_ns: dict[AdapterRows, int] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _priced: Priced = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        is_own = type(self) is Roofline  # a subclass may price by other rules
+        priced = priced_on(self.device, self.model) if is_own else Priced({}, {}, {}, {}, {})
+        object.__setattr__(self, "_priced", priced)
 
     @property
     def provenance(self) -> str:
@@ -184,19 +196,19 @@ class Roofline(ShapePriced):
 
     def _dense(self, tokens: int, samples: int) -> Dense:
         """Kernels that depend on sums alone, remembered by either sum."""
-        if (dense := self._dense_ns.get(tokens)) is None:
+        if (dense := self._priced.dense.get(tokens)) is None:
             *layers, _, embed = self._operators([tokens], [0], 0)  # no attention
             before = 0.0
             for op in layers:  # one by one: sum() of Python 3.12 compensates
                 before += op.repeats * self.kernel_ns(op)
             kernels = sum([op.repeats for op in (*layers, embed)])
             dense = Dense(before, (embed.repeats * self.kernel_ns(embed),), kernels)
-            self._dense_ns[tokens] = dense
+            self._priced.dense[tokens] = dense
         if not samples:
             return dense
-        if (head := self._heads_ns.get(samples)) is None:
+        if (head := self._priced.heads.get(samples)) is None:
             *_, op, _ = self._operators([1], [0], samples)
-            head = self._heads_ns[samples] = op.repeats * self.kernel_ns(op)
+            head = self._priced.heads[samples] = op.repeats * self.kernel_ns(op)
         return Dense(dense.before_ns, (head, *dense.behind_ns), dense.kernels + 1)
 
     def _mix_ns(self, mix: ServingMix, step: int) -> int:
@@ -236,17 +248,30 @@ class Roofline(ShapePriced):
                 row = blocks[0] if first == last else np.concatenate(blocks)
                 yield row[context - first * BLOCK :][:count]
         elif mix.decodes:
-            past = range(mix.past, mix.past + count * mix.decodes, mix.decodes)
-            ops = (decode_of(model, keys, mix.decodes) for keys in past)
-            yield np.fromiter(map(self.kernel_ns, ops), np.float64, count)
+            yield self._fused_ns(mix.past, mix.decodes, count)
+
+    def _fused_ns(self, past: int, decodes: int, count: int) -> Floats:
+        """Durations of the one kernel of all decodes at each step.
+
+        To the bit as `kernel_ns` has them.
+        """
+        first, second = (decode_of(self.model, past + n * decodes, decodes) for n in (0, 1))
+        steps, device = np.arange(count), self.device
+        flops = first.flops + steps * (second.flops - first.flops)
+        nbytes = first.nbytes + steps * (second.nbytes - first.nbytes)
+        memory = np.array(shares(device.decode_memory, nbytes.tolist()))
+        flops_s = flops / device.matrix_rate(self.model.dtype)
+        bytes_s = nbytes / (device.bandwidth_bytes_per_s * memory)
+        found: Floats = np.maximum(flops_s, bytes_s) * 1e9 + device.kernel_ns
+        return found
 
     def _decode_ns(self, block: int) -> Floats:
         """Durations of a decode's own kernel, of BLOCK contexts in a row."""
-        if (known := self._decodes_ns.get(block)) is None:
+        if (known := self._priced.decodes.get(block)) is None:
             contexts = range(block * BLOCK, (block + 1) * BLOCK)
             ops = (decode_of(self.model, context, 1) for context in contexts)
             known = np.fromiter(map(self.kernel_ns, ops), np.float64, BLOCK)
-            self._decodes_ns[block] = known
+            self._priced.decodes[block] = known
         return known
 
     def _sequence_kernels(self, slices: int) -> int:
@@ -293,9 +318,9 @@ class Roofline(ShapePriced):
             Nanoseconds.
         """
         key = window._replace(context=0)
-        if (ns := self._windows_ns.get(key)) is None:
+        if (ns := self._priced.windows.get(key)) is None:
             ns = round(self._busy_ns(extra_operators(self.model, window)))
-            self._windows_ns[key] = ns
+            self._priced.windows[key] = ns
         return ns
 
     def through_ns(self, rows: AdapterRows) -> int:
@@ -307,9 +332,9 @@ class Roofline(ShapePriced):
         Returns:
             Nanoseconds.
         """
-        if (ns := self._through_ns.get(rows)) is None:
+        if (ns := self._priced.through.get(rows)) is None:
             ns = round(self._busy_ns([*adapter_operators(self.model, rows)]))
-            self._through_ns[rows] = ns
+            self._priced.through[rows] = ns
         return ns
 
     def back_ns(self, window: WindowShape) -> int:
@@ -321,9 +346,9 @@ class Roofline(ShapePriced):
         Returns:
             Nanoseconds.
         """
-        if (ns := self._windows_ns.get(window)) is None:
+        if (ns := self._priced.windows.get(window)) is None:
             ns = self._launch_ns(backward_operators(self.model, window), self.model.dtype)
-            self._windows_ns[window] = ns
+            self._priced.windows[window] = ns
         return ns
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
@@ -424,3 +449,26 @@ def _split(
     """Prompt slices as (new tokens, tokens in KV), and the contexts of decodes."""
     pairs = list(zip(tokens, contexts, strict=True))
     return [(n, c) for n, c in pairs if n > 1 or not c], [c for n, c in pairs if n == 1 and c]
+
+
+KNOWN = 8  # pairs of device and model whose prices are remembered
+_known: list[tuple[Device, ModelSpec, Priced]] = []
+
+
+def priced_on(device: Device, model: ModelSpec) -> Priced:
+    """The durations that are known of a model on a device, which points of a sweep share.
+
+    Args:
+        device: where it runs.
+        model: what runs.
+
+    Returns:
+        One object for equal arguments, of the newest KNOWN pairs.
+    """
+    for known, served, priced in _known:
+        if known == device and served == model:
+            return priced
+    del _known[: len(_known) - KNOWN + 1]
+    priced = Priced({}, {}, {}, {}, {})
+    _known.append((device, model, priced))
+    return priced

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf, log
@@ -45,6 +45,32 @@ def share(curve: Curve, size: float) -> float:
     (low, at_low), (high, at_high) = curve[index - 1], curve[index]
     part = log(size / low) / log(high / low)
     return float(at_low * (at_high / at_low) ** part)
+
+
+def shares(curve: Curve, sizes: Sequence[float]) -> list[float]:
+    """`share` at each of some sizes, which do not fall.
+
+    Args:
+        curve: (size, share) points by rising size.
+        sizes: the sizes, in the curve's unit.
+
+    Returns:
+        A share for each size, to the bit that of `share`.
+    """
+    found = list[float]()
+    while len(found) < len(sizes):
+        begin = len(found)
+        index = bisect_right(curve, (sizes[begin], 2.0))
+        if index == len(curve):
+            return found + [curve[-1][1]] * (len(sizes) - begin)
+        end = bisect_left(sizes, curve[index][0], begin)  # the sizes between two points
+        if index == 0:
+            found += [curve[0][1]] * (end - begin)
+            continue
+        (low, at_low), (high, at_high) = curve[index - 1], curve[index]
+        span, ratio = log(high / low), at_high / at_low
+        found += [float(at_low * ratio ** (log(s / low) / span)) for s in sizes[begin:end]]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

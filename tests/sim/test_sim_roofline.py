@@ -24,7 +24,7 @@ from models.spec import ModelSpec
 from sim.cost.contract import PolicyCost
 from sim.cost.launch_shape import forward_shape, shifted
 from sim.cost.roofline import Roofline
-from sim.devices.device import Device, share
+from sim.devices.device import Device, share, shares
 from tests.support.strategies import cases
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -119,7 +119,8 @@ def test_flops_follow_two_per_weight_and_token() -> None:
 @cases(40)
 def test_steps_priced_together_are_those_priced_alone(name: str, data: st.DataObject) -> None:
     slices = st.tuples(
-        st.one_of(st.just(1), st.integers(1, 300)), st.one_of(st.just(0), st.integers(0, 3_000))
+        st.one_of(st.just(1), st.integers(1, 300)),
+        st.one_of(st.just(0), st.integers(0, 3_000), st.integers(0, 200_000)),
     )
     shapes = data.draw(st.lists(slices, min_size=1, max_size=20))
     samples = data.draw(st.integers(0, len(shapes)))
@@ -185,6 +186,18 @@ def test_serving_by_layers_is_refused_by_name() -> None:
     for piece in (Slice(Job(1, 0), 8, work=Work.BACKWARD), Slice(Job(1, 0), 8, layers=range(1))):
         with pytest.raises(ValueError, match="single layers of serving"):
             Roofline(device("cpu"), model("tiny_llama")).compute_ns(Launch(Compute((piece,))))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.floats(0.05, 1.0)), min_size=1, max_size=5),
+    st.lists(st.integers(1, 70), min_size=1, max_size=40),
+)
+def test_shares_of_many_sizes_are_those_of_each(
+    points: list[tuple[int, float]], sizes: list[int]
+) -> None:
+    curve = tuple(sorted(dict(points).items()))
+    sizes.sort()
+    assert shares(curve, sizes) == [share(curve, size) for size in sizes]
 
 
 def test_share_is_a_power_law_between_points_and_flat_outside() -> None:
