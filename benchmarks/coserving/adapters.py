@@ -151,6 +151,9 @@ def main() -> int:
             case = Case(f"{count} adapters", settings, root / f"{count}", profile)
             error = tpot_error(case, backend, chosen.reruns)
             worst = max(worst, abs(error))
+    if chosen.quick:
+        print(f"adapters_unequal_loads {int(not is_equal)} runs 0 {'pass' if is_equal else 'fail'}")
+        return int(not is_equal)
     passes = is_equal and worst <= BAR
     if not is_equal:
         worst = float("inf")

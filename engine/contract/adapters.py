@@ -39,6 +39,10 @@ class AdapterVersion(NamedTuple):
     number: int
     version: int
 
+    def __hash__(self) -> int:
+        """By its numbers: a specification is long, and equal where the numbers are."""
+        return hash((self.number, self.version))
+
     @property
     def name(self) -> str:
         """The name of the adapter."""

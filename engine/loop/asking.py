@@ -226,6 +226,8 @@ class Asking:
             plan = policy.plan(view)
             if not self._state.jobs.is_whole:
                 raise ContractError(Rule.READ_ONLY, "the policy has changed a list of the view")
+            if isinstance(plan, Plan):
+                self._state.end_freed(plan)
             self._check.check(plan, device)
         except ContractError as error:
             raise self._located(error, device) from error.__cause__

@@ -10,7 +10,7 @@ from itertools import chain
 from engine.contract.executor import Launch, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Lane, Op
-from engine.contract.regions import SHARED_OWNER, Kind, Place
+from engine.contract.regions import SHARED_OWNER, Kind, Place, Tier
 from engine.contract.rules import BrokenLaw
 from engine.loop.state import JobLists
 from engine.results.outcomes import Outcome
@@ -232,13 +232,13 @@ def check_end(
     is_forced: bool,
 ) -> None:
     """Laws 1 and 2 at the end of a replay: no request is unfinished, each has exactly its output
-    tokens, and nothing is held but what was `resident` at the start and belongs to no job.
+    tokens, and nothing is held but what belongs to no job and is resident, or a copy of an adapter.
 
     Args:
         outcomes: of all requests.
         training: training jobs, each with the number of its steps that have ended.
         held: places that are held.
-        resident: places that were held at the start.
+        resident: places that may be held to the end, of no job.
         ended: numbers of jobs whose memory the policy gives back.
         is_forced: whether the trace gives the length of an answer; else sampling may end it early.
 
@@ -271,9 +271,9 @@ def check_end(
 
 
 def _may_stay(place: Place, resident: Container[Place]) -> bool:
-    """Whether a place belongs to no job, and was there from the start or holds an adapter."""
-    is_adapter = place.region.kind is Kind.ADAPTER
-    return place.region.owner == SHARED_OWNER and (is_adapter or place in resident)
+    """Whether a place belongs to no job, and is resident or a copy of an adapter on a device."""
+    is_copy = place.region.kind is Kind.ADAPTER and place.tier is Tier.GPU
+    return place.region.owner == SHARED_OWNER and (is_copy or place in resident)
 
 
 def _some(items: Sequence[object]) -> str:

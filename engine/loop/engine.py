@@ -17,7 +17,7 @@ from engine.contract.plan import COMPUTE_LANE, Op, Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import Policy, Router, Traits, traits_of
 from engine.contract.progress import restart
-from engine.contract.regions import PageSize, Pool, Tier
+from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import name_of
 from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
@@ -273,8 +273,22 @@ class Engine(Lifecycle):
             recorder.service = state.jobs.service.rows()
         training = [(i, recorder.steps_of(i.job_id)) for i in items if isinstance(i, TrainingJob)]
         outcomes, held = recorder.outcomes.values(), ledger.held_bytes
-        check_end(outcomes, training, held, state.layout.places, ledger.ended, state.forced)
+        check_end(outcomes, training, held, self._resident(), ledger.ended, state.forced)
         ledger.conserved()
+
+    def _resident(self) -> set[Place]:
+        """Places of no job that may be held to the end: of adapters the homes of newest versions.
+
+        Where plans give memory back, versions of the last requests have theirs, too.
+        """
+        state, kind = self.state, Kind.ADAPTER
+        found = {place for place in state.layout.places if place.region.kind is not kind}
+        if state.adapters is not None:
+            devices, newest = range(state.devices), state.adapters.newest.values()
+            found |= {version.home(device) for version in newest for device in devices}
+            if state.ledger.ended:
+                found |= {place for place in state.ledger.held_bytes if place.region.kind is kind}
+        return found
 
     # ---- the loop
     def _serve(self) -> Turn:

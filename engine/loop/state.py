@@ -24,7 +24,7 @@ from engine.contract.adapters import AdapterVersion
 from engine.contract.executor import Executor, Launch, Span, Store
 from engine.contract.job import Job
 from engine.contract.layout import Layout
-from engine.contract.plan import HOST_LANE, Compute, Op, Plan
+from engine.contract.plan import HOST_LANE, Compute, Free, Op, Plan
 from engine.contract.plan_check import Jobs
 from engine.contract.policy import Router
 from engine.contract.regions import Kind, PageSize
@@ -430,6 +430,17 @@ class EngineState:
                 self.store.free(place)
         if self.adapters is not None and (version := self.adapters.end(owner)) is not None:
             self.over.append(version)
+
+    def end_freed(self, plan: Plan) -> None:
+        """A plan that is played back frees what ended jobs held: their versions go before it."""
+        ended, adapters = self.ledger.ended, self.adapters
+        if adapters is None or not ended:
+            return
+        owners = {op.place.region.owner for op in plan.ops if isinstance(op, Free)}
+        for owner in sorted(owners.intersection(ended)):
+            if (version := adapters.end(owner)) is not None:
+                self.over.append(version)
+        self.retire()
 
     def retire(self) -> None:
         """Gives back the homes of versions that no request needs; copies are the policy's.

@@ -202,8 +202,8 @@ def _token_times(outcomes: Sequence[Outcome]) -> tuple[Ints, Ints]:
     devices = {id(part.device_ns): part.device_ns for part in parts}
     if len(devices) == 1:
         return own, np.frombuffer(parts[0].device_ns, np.int64)[at]
-    times = np.empty(len(at), np.int64)
-    chosen = np.repeat(_int64([id(part.device_ns) for part in parts]), _int64(of_part))
+    times: Ints = np.empty(len(at), np.int64)
+    chosen: Ints = np.repeat(_int64([id(part.device_ns) for part in parts]), _int64(of_part))
     chosen = np.repeat(chosen, counts)
     for number, device_ns in devices.items():
         is_here = chosen == number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple
@@ -253,12 +253,14 @@ def with_adapters(
     requests: Sequence[Request],
     policy: Policy,
     budget: Budget,
+    published: Collection[str] = (),
 ) -> Room:
     """The room with the homes of adapters on the hosts.
 
-    ValueError where these do not fit, or the longest request has no room beside an adapter.
+    ValueError where these do not fit, beside a new version of those that are `published`, or the
+    longest request has no room beside an adapter.
     """
-    homes = sum([adapter.nbytes for adapter in adapters])
+    homes = sum([a.nbytes * (1 + (a.name in published)) for a in adapters])
     for (tier, _), nbytes in room.capacity_bytes.items():
         if tier is Tier.HOST and homes > nbytes:
             raise ValueError(

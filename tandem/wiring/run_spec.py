@@ -139,7 +139,8 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
     adapters = adapters_of(config, spec, policy, [trainee.job for trainee in trainees])
     if adapters:
         budget, _ = _space(config, device)
-        room = with_adapters(room, adapters, requests, policy, budget)
+        published = {trainee.job.publish for trainee in trainees}
+        room = with_adapters(room, adapters, requests, policy, budget, published)
     shown = PolicyCost(quoted or cost, _nothing)
     left_bytes = dict(room.capacity_bytes)
     finetunes = any([trainee.job.finetunes for trainee in trainees])

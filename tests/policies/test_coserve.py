@@ -155,6 +155,23 @@ def test_finetuning_takes_only_adapters_that_no_request_needs(seed: int) -> None
     assert len(made) == sum([piece.work is Work.UPDATE for piece in updates])
 
 
+def test_a_log_with_new_versions_is_played_back_on_a_host_that_has_no_room_for_all() -> None:
+    """The home of a version goes when the log frees what its last request held."""
+    recipe = Recipe(lora_rank=4)
+    spec = AdapterSpec("b", recipe, adapter_bytes(SPEC, recipe))
+    requests = [replace(r, adapter="b") for r in random_requests(1, 30, rate=500)]
+    job = finetuning_job(1000, [Sample(9)], num_steps=1 << 20, until_served=True, publish="b")
+    layout = layout_of_jobs([job], 400).with_adapters([spec], [(Tier.HOST, 0)])
+    host_pages = -(-4 * spec.nbytes // PAGE.nbytes)
+    given = {"pages": 400, "page": PAGE, "host_pages": host_pages, "layout": layout}
+    policy = coserving(CoMemory(AdapterMemory(PagedRestart())))
+    run = replay(policy, [*requests, job], **given).check()
+    assert sum([is_publication(op) for plan in run.plans for op in plan.ops]) > 4
+    again = RecordedPlans(run.plan_log())
+    played = replay(again, [*requests, job], returns_memory=False, **given).check()
+    assert played.booked() == run.booked()
+
+
 def test_adapters_that_no_request_needs_give_way_to_finetuning() -> None:
     """Their copies would fill the device, also while nothing is served, and no window would run."""
     recipe = Recipe(lora_rank=4)
