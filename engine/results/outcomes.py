@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -54,40 +54,6 @@ class Stretches:
         bounds = self.closed
         for first, end in zip(bounds[::2], bounds[1::2], strict=True):
             yield from self.device_ns[first:end]
-
-
-class Deliveries:
-    """Times at which a device delivered tokens; requests are looked at only when they change."""
-
-    def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
-        self._outcomes = outcomes
-        self._times: Times = array("q")
-        self._ids: Sequence[int] = ()
-        self._now: set[int] = set()  # of these ids
-        self._open: dict[int, Stretches] = {}  # by request
-
-    def add(self, ids: tuple[int, ...], times_ns: Iterable[int]) -> None:
-        """Each of these requests got a token at each of these times."""
-        if ids != self._ids:
-            self._change(ids)
-        self._times.extend(times_ns)
-
-    def _change(self, ids: tuple[int, ...]) -> None:
-        before, now, going_on = self._now, set(ids), self._open
-        at = len(self._times)
-        for i in before ^ now:
-            if i in before:
-                own = going_on.pop(i)
-            else:
-                own = going_on[i] = self._stretches(self._outcomes[i].stretches)
-            own.bounds.append(at)
-        self._ids, self._now = ids, now
-
-    def _stretches(self, known: list[Stretches]) -> Stretches:
-        """Those of a request on this device, which go on where it got its last token here."""
-        if not known or known[-1].device_ns is not self._times:
-            known.append(Stretches(self._times))
-        return known[-1]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -13,7 +14,7 @@ from engine.contract.executor import Launch, Meter, Piece, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Plan
 from engine.contract.regions import Kind, Tier, Work
-from engine.results.outcomes import Deliveries, Outcome, SampleOutcome, requests_table
+from engine.results.outcomes import Outcome, SampleOutcome, Stretches, requests_table
 from engine.results.schema import (
     ADAPTER,
     ADAPTER_BYTES,
@@ -38,6 +39,7 @@ from engine.results.tables import (
     Predict,
     PredictServed,
     StepRow,
+    Times,
     TrainedRow,
     in_order,
     predicted,
@@ -45,6 +47,41 @@ from engine.results.tables import (
     training_row,
 )
 from traces.serving.request import Request
+
+
+class Deliveries:
+    """Times at which a device delivered tokens; requests are looked at only when they change."""
+
+    def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
+        self._outcomes = outcomes
+        self._times: Times = array("q")
+        self._ids: Sequence[int] = ()
+        self._now: set[int] = set()  # of these ids
+        self._open: dict[int, Stretches] = {}  # by request
+
+    def add(self, ids: tuple[int, ...], times_ns: Iterable[int]) -> None:
+        """Each of these requests got a token at each of these times."""
+        if ids != self._ids:
+            self._change(ids)
+        self._times.extend(times_ns)
+
+    def _change(self, ids: tuple[int, ...]) -> None:
+        before, now, going_on = self._now, set(ids), self._open
+        at = len(self._times)
+        for i in before ^ now:
+            if i in before:
+                own = going_on.pop(i)
+            else:
+                own = going_on[i] = self._stretches(self._outcomes[i].stretches)
+            own.bounds.append(at)
+        self._ids, self._now = ids, now
+
+    def _stretches(self, known: list[Stretches]) -> Stretches:
+        """Those of a request on this device, which go on where it got its last token here."""
+        if not known or known[-1].device_ns is not self._times:
+            known.append(Stretches(self._times))
+        return known[-1]
+
 
 STEPS = 1 << 14  # are recorded before their rows are written
 FLUSHES = 8  # after which memory that tables took goes back to the system

@@ -60,7 +60,7 @@ MODULES: dict[tuple[str, str], str] = {
         "ledger pages=pool prefix=pool returns=pool scoreboard sharing=ledger trial=dry_run"
     ),
     ("engine", "engine.results"): (
-        "deliveries=recorder figures=schema outcome=recorder planlog=plan_log record=schema "
+        "deliveries=recorder figures=schema outcome=outcomes planlog=plan_log record=schema "
         "recorder rows=tables"
     ),
     ("policies", "policies.kv"): (
@@ -295,6 +295,7 @@ STRETCHED = "the engine repeats plans by itself, where a policy's Traits promise
 GONE: dict[str, str] = {
     "engine.rows.request_row": "engine.results.outcomes.requests_table makes them all",
     "engine.course.Said": STRETCHED,
+    "engine.deliveries.Stretch": "a request has Stretches (engine.results.outcomes)",
     "engine.draft.Draft": "write to the `plan` of fit(batch, view, plan)",
     "engine.plan.GrowCycle": STRETCHED,
     "engine.course.decodes_before_prompts": STRETCHED,

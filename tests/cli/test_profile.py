@@ -20,6 +20,7 @@ from sim.cost.tables import HOST, TableCost
 from tandem.cli.__main__ import main
 from tandem.cli.calibrate import told
 from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.cost import COST, device_facts, read_cost
 from tandem.wiring.profile import AGAIN, calibrate, fitted_replay, is_steady, judged, replayed_count
 from tandem.wiring.run_spec import run_spec_of
@@ -170,13 +171,19 @@ def test_a_stream_of_synthetic_requests_is_as_long_as_sharegpt() -> None:
     assert max(r.prompt_tokens + r.output_tokens for r in drawn) <= 2048
 
 
-def test_a_stream_arrives_as_the_case_does_but_at_other_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = []
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[ComposedConfig]:
+    """The replays that a calibration asks for; none is carried out."""
+    found = list[ComposedConfig]()
     monkeypatch.setattr(
-        "tandem.wiring.profile.run_experiment", lambda point, folder: ran.append(point)
+        "tandem.wiring.profile.run_experiment", lambda point, folder: found.append(point)
     )
+    return found
+
+
+def test_a_stream_arrives_as_the_case_does_but_at_other_times(
+    tmp_path: Path, ran: list[ComposedConfig]
+) -> None:
     point = composed(["backend=cpu", "model=micro_llama", "arrival.rate=7", "limit=3"])
     for number in range(2):
         fitted_replay(point, tmp_path, number, streams=True)
@@ -189,12 +196,8 @@ def test_a_stream_arrives_as_the_case_does_but_at_other_times(
 
 
 def test_replays_finetune_on_other_samples_than_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ran: list[ComposedConfig]
 ) -> None:
-    ran = []
-    monkeypatch.setattr(
-        "tandem.wiring.profile.run_experiment", lambda point, folder: ran.append(point)
-    )
     words = ["backend=cpu", "model=micro_llama", "limit=3", "policy=coserve", "training=finetune"]
     point = composed([*words, "training.sequence_tokens=64", "training.data.mean_tokens=40"])
     for streams in (False, True):
@@ -207,13 +210,9 @@ def test_replays_finetune_on_other_samples_than_the_run(
 
 
 def test_replays_have_the_kv_of_the_run_and_room_for_steps_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ran: list[ComposedConfig]
 ) -> None:
     """A batch of whole prompts has no bound in tokens: it is as large as those of the trace."""
-    ran = []
-    monkeypatch.setattr(
-        "tandem.wiring.profile.run_experiment", lambda point, folder: ran.append(point)
-    )
     words = ["backend=cpu", "model=tiny_llama", "policy=orca", "limit=3", "arrival.rate=7"]
     point = composed([*words, "device.memory_bytes=64000000"])
     fitted_replay(point, tmp_path, 0)
