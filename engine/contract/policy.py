@@ -316,7 +316,9 @@ class PlanBuilder(ABC):
 
     @abstractmethod
     def join(self, op: Compute) -> None:
-        """Makes a launch a part of the one that serves, if the plan ends with it and with growth.
+        """Makes a launch a part of the one that serves, if the plan ends with that.
+
+        Growth may follow it, and frees of adapters that no slice of it runs through.
 
         Args:
             op: a launch, which is added by itself where the plan ends otherwise.

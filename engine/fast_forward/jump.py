@@ -417,7 +417,7 @@ class Jump:
         pages, tables = 0, ledger.pages
         for job in self._frees.due(device, number):
             places = ledger.places_of.get(job.job_id, ())
-            if len(places) != 1:
+            if len(places) != 1 or job.adapter is not None:  # whose version may be over
                 return False
             (place,) = places
             if place not in tables or place.pool != run.pool:

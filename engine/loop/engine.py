@@ -279,7 +279,7 @@ class Engine(Lifecycle):
     def _resident(self) -> set[Place]:
         """Places of no job that may be held to the end: of adapters the homes of newest versions.
 
-        Where plans give memory back, versions of the last requests have theirs, too.
+        Where plans give memory back, a home of an older version may be held, too.
         """
         state, kind = self.state, Kind.ADAPTER
         found = {place for place in state.layout.places if place.region.kind is not kind}

@@ -417,7 +417,7 @@ class EngineState:
     in_flight: InFlight
     profile: EngineProfile
     wakeup: Wakeup
-    over: list[AdapterVersion]  # that no request needs, and whose homes are still held
+    over: list[AdapterVersion]  # versions without a request, whose homes are held
 
     @property
     def now_ns(self) -> int:
@@ -432,7 +432,10 @@ class EngineState:
             self.over.append(version)
 
     def end_freed(self, plan: Plan) -> None:
-        """A plan that is played back frees what ended jobs held: their versions go before it."""
+        """Gives back the homes of versions whose last job a played-back plan frees.
+
+        The plan is checked behind that: what it publishes needs their room.
+        """
         ended, adapters = self.ledger.ended, self.adapters
         if adapters is None or not ended:
             return

@@ -294,7 +294,7 @@ class DryRunPlanBuilder(PlanBuilder):
 
     def join(self, op: Compute) -> None:
         ops = self._ops
-        at = next((i for i in reversed(range(len(ops))) if not isinstance(ops[i], Grow)), -1)
+        at = next((i for i in reversed(range(len(ops))) if not _makes_room(ops[i])), -1)
         last = ops[at] if at >= 0 else None
         serves = isinstance(last, Compute) and last.slices[0].job.training is None
         if not isinstance(last, Compute) or not serves or last.lane != op.lane:
@@ -567,3 +567,8 @@ class _LimitedBuilder(PlanBuilder):
             self._make_room(pool, nbytes)
         if self._outer is not None:
             self._outer._make(pool, nbytes)
+
+
+def _makes_room(op: Op | Grow | Share | Free) -> bool:
+    """Whether an operation is growth, or frees an adapter that no slice of the plan needs."""
+    return isinstance(op, Grow) or (isinstance(op, Free) and op.place.region.kind is Kind.ADAPTER)

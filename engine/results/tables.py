@@ -468,7 +468,7 @@ def _with_adapters(table: pa.Table, nbytes: Ints) -> pa.Table:
 
 
 def _grown(runs: Sequence[ManySteps], adapted: bool) -> pa.Table:
-    """Rows of runs, of requests without an adapter where a run has `adapted` ones.
+    """Rows of runs; with `adapted` they end with the bytes of adapters, which a run does not change.
 
     There is a row at each issue, and at each settle after all that was issued before it.
     """

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.contract.adapters import AdapterVersion, resident_adapters
-from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.policy import Memory, PlanBuilder, Traits, traits_of
 from engine.contract.regions import Kind, Place, Pool, Tier, kv_place
@@ -27,8 +26,8 @@ class AdapterMemory:
     that is needed. The least recently used one goes first; no copy is made for that, as its home
     is on the host. Uses are those of `View.used`.
 
-    A slice whose adapter finds no room beside what the slices before it take waits, and so do the
-    waiting jobs behind it. Where the first running job of a batch would find no room beside the
+    A slice whose adapter and pages find no room beside what the slices before it take waits, and so
+    do the waiting jobs behind it. Where the first running job of a batch would find no room beside the
     adapters of all others, those of the last jobs in service are needed no more.
 
     Args:
@@ -103,7 +102,8 @@ class ResidentAdapters:
     def __init__(self, view: View, plan: PlanBuilder, most: int | None) -> None:
         self._view, self._plan, self._most = view, plan, most
         self._pool: Pool = (Tier.GPU, view.device)
-        self._resident = resident_adapters(view.held_bytes, self._pool)
+        found = resident_adapters(view.held_bytes, self._pool)
+        self._resident = {place: n for place, n in found.items() if plan.holds(place)}
         self._shown = Without(view.held_bytes, frozenset(self._resident))
         for place in [place for place in self._resident if not plan.holds(_home(place))]:
             plan.free(place)  # of an older version, whose last request has ended
@@ -152,8 +152,7 @@ class ResidentAdapters:
             held = self._view.held_bytes.get(here, 0)
             if is_closed and not held:
                 continue
-            tokens = max(job.computed_tokens + piece.tokens, reserved_tokens)
-            takes = max(0, page.bytes_for(tokens) - held - self._shared_bytes(job))
+            takes = max(0, self._asked_bytes(piece, reserved_tokens) - held)
             if version is None:
                 slices.append(piece)
                 left -= takes
@@ -184,12 +183,14 @@ class ResidentAdapters:
             self._copy(place, version)
         return tuple(slices)
 
-    def _shared_bytes(self, job: Job) -> int:
-        """Pages that other jobs hold, and on which a waiting one starts."""
-        if job.computed_tokens:
-            return 0
-        found = self._plan.found(job)
-        return (len(found) - self._plan.idle(found)) * self._view.page.nbytes
+    def _asked_bytes(self, piece: Slice, reserved_tokens: int) -> int:
+        """Pages of a job behind a slice, but for those of other jobs on which it starts."""
+        job, page = piece.job, self._view.page
+        found = () if job.computed_tokens else self._plan.found(job)
+        behind = len(found) * page.tokens or job.computed_tokens
+        tokens = behind + min(piece.tokens, job.known_tokens - behind)
+        shared = (len(found) - self._plan.idle(found)) * page.nbytes
+        return page.bytes_for(max(tokens, reserved_tokens)) - shared
 
     def _give_up(self, batch: Sequence[Slice], room: int) -> set[Place]:
         """Adapters of running jobs beside which the first running job of a batch has no room.

@@ -468,7 +468,7 @@ def priced_on(device: Device, model: ModelSpec) -> Priced:
     for known, served, priced in _known:
         if known == device and served == model:
             return priced
-    del _known[: len(_known) - KNOWN + 1]
+    del _known[: max(0, len(_known) - KNOWN + 1)]
     priced = Priced({}, {}, {}, {}, {})
     _known.append((device, model, priced))
     return priced

@@ -37,7 +37,7 @@ def share(curve: Curve, size: float) -> float:
     Returns:
         A share above 0 and at most the curve's largest.
     """
-    index = bisect_right(curve, (size, 2.0))
+    index = bisect_right(curve, (size, inf))
     if index == 0:
         return curve[0][1]
     if index == len(curve):
@@ -60,7 +60,7 @@ def shares(curve: Curve, sizes: Sequence[float]) -> list[float]:
     found = list[float]()
     while len(found) < len(sizes):
         begin = len(found)
-        index = bisect_right(curve, (sizes[begin], 2.0))
+        index = bisect_right(curve, (sizes[begin], inf))
         if index == len(curve):
             return found + [curve[-1][1]] * (len(sizes) - begin)
         end = bisect_left(sizes, curve[index][0], begin)  # the sizes between two points

@@ -264,9 +264,9 @@ def with_adapters(
     for (tier, _), nbytes in room.capacity_bytes.items():
         if tier is Tier.HOST and homes > nbytes:
             raise ValueError(
-                f"adapters: {_mib(homes - nbytes)} short: their homes take {_mib(homes)} of the "
-                f"{_mib(nbytes)} of the host; raise budget.host_bytes, or take fewer, or a lower "
-                "adapters.rank"
+                f"adapters: {_mib(homes - nbytes)} short: homes of all versions take {_mib(homes)} "
+                f"of the {_mib(nbytes)} of the host; raise budget.host_bytes, or take fewer, or a "
+                "lower adapters.rank"
             )
     kv = room.capacity_bytes[GPU] - sum([n for p, n in room.layout.places.items() if p.pool == GPU])
     largest = max([adapter.nbytes for adapter in adapters])
@@ -288,13 +288,14 @@ def check_states(
     states, page = sum([n for p, n in planned.places.items() if p.pool == GPU]), room.page
     kv = room.capacity_bytes[GPU] - sum([n for p, n in room.layout.places.items() if p.pool == GPU])
     longest, reserved, needed = _most_needed(page, requests, policy)
-    needed += max([adapter.nbytes for adapter in room.layout.adapters], default=0)
-    least = page.nbytes if budget.may_refuse else needed
+    largest = max([adapter.nbytes for adapter in room.layout.adapters], default=0)
+    least = page.nbytes if budget.may_refuse else needed + largest
     if kv - states < least:
         who, _ = asks(longest, reserved)
+        beside = f" beside an adapter of {_mib(largest)}" if largest else ""
         raise ValueError(
             f"budget: {_mib(least - kv + states)} short: what the job trains takes {_mib(states)} "
-            f"of the {_mib(kv)} for KV, and {who} needs {_mib(needed)}; train adapters "
+            f"of the {_mib(kv)} for KV, and {who} needs {_mib(needed)}{beside}; train adapters "
             "(training/recipe=lora), take training.microbatches=1, raise budget.fraction, or take "
             "a larger device"
         )

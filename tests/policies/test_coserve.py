@@ -187,6 +187,8 @@ def test_adapters_that_no_request_needs_give_way_to_finetuning() -> None:
     early = [any([s.job.job_id < 16 for s in served(plan)]) for plan in found.plans]
     filled = max([number for number, is_early in enumerate(early) if is_early])
     assert Counter(what for what, _ in of_adapters(found))["goes"] > 0
+    beside = [plan for plan in found.plans if served(plan) and has_window(plan)]
+    assert beside and all(len(launches_of(plan)) == 1 for plan in beside), "windows join launches"
     assert any(map(finetuned, found.plans[:filled])), "while requests are served"
     assert sum(map(len, map(finetuned, found.plans[filled:]))) > 20, "and while none is"
 
@@ -195,7 +197,7 @@ def test_a_home_stays_until_the_plan_that_copies_from_it_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A plan may load a version for a job that then waits, and publish the next one."""
-    freed, copied = set[Place](), Counter[Place]()
+    freed, copied = set[Place](), Counter[Kind]()
 
     class Homes:
         def grow(self, place: Place, nbytes: int) -> None:
@@ -208,7 +210,7 @@ def test_a_home_stays_until_the_plan_that_copies_from_it_has_started(
         if isinstance(launch.op, Copy):
             assert launch.op.src not in freed
             freed.discard(launch.op.dst)
-            copied[launch.op.src] += 1
+            copied[launch.op.src.region.kind] += 1
         start(self, launch, done)
 
     start = ToyExecutor.run
@@ -229,7 +231,16 @@ def test_a_home_stays_until_the_plan_that_copies_from_it_has_started(
         policy = coserving(memory, backward_layers=10)
         given = {"pages": pages, "page": PAGE, "host_pages": 1000, "layout": layout}
         replay(policy, [*requests, job], seed=seed, noise=0.3, **given).check()
-    assert copied.total() > 20
+        assert any([place.region.kind is Kind.ADAPTER for place in freed]), "homes go"
+    assert copied[Kind.ADAPTER] > 20
+
+
+def has_window(plan: Plan) -> bool:
+    return any([piece.work is Work.FORWARD for piece in finetuned(plan)])
+
+
+def launches_of(plan: Plan) -> list[Compute]:
+    return [op for op in plan.ops if isinstance(op, Compute) and op.slices[0].work is Work.FORWARD]
 
 
 def of_adapters(found: Replay) -> list[tuple[str, Place]]:

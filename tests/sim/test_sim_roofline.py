@@ -23,7 +23,7 @@ from models.operators import Operator, decode_operator, operators
 from models.spec import ModelSpec
 from sim.cost.contract import PolicyCost
 from sim.cost.launch_shape import forward_shape, shifted
-from sim.cost.roofline import Roofline
+from sim.cost.roofline import KNOWN, Roofline, priced_on
 from sim.devices.device import Device, share, shares
 from tests.support.strategies import cases
 
@@ -198,6 +198,18 @@ def test_shares_of_many_sizes_are_those_of_each(
     curve = tuple(sorted(dict(points).items()))
     sizes.sort()
     assert shares(curve, sizes) == [share(curve, size) for size in sizes]
+
+
+def test_prices_are_remembered_of_the_newest_pairs_of_device_and_model() -> None:
+    spec, kept = model("llama3_8b"), device("a100")
+    first = priced_on(kept, spec)
+    others = [replace(spec, name=f"other{i}") for i in range(KNOWN)]
+    for other in others[:-1]:
+        assert priced_on(kept, other) is not first
+    assert priced_on(device("a100"), model("llama3_8b")) is first
+    assert priced_on(kept, others[-1]) is not priced_on(kept, others[0])
+    assert priced_on(kept, spec) is not first, "it was the oldest"
+    assert Roofline(kept, spec)._priced is Roofline(kept, spec)._priced
 
 
 def test_share_is_a_power_law_between_points_and_flat_outside() -> None:
