@@ -27,8 +27,8 @@ class AdapterMemory:
     is on the host. Uses are those of `View.used`.
 
     A slice whose adapter and pages find no room beside what the slices before it take waits, and so
-    do the waiting jobs behind it. Where the first running job of a batch would find no room beside the
-    adapters of all others, those of the last jobs in service are needed no more.
+    do the waiting jobs behind it. Where the first running job of a batch would find no room beside
+    the adapters of all others, those of the last jobs in service are needed no more.
 
     Args:
         serving: memory policy of keys and values.
