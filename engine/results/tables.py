@@ -468,7 +468,7 @@ def _with_adapters(table: pa.Table, nbytes: Ints) -> pa.Table:
 
 
 def _grown(runs: Sequence[ManySteps], adapted: bool) -> pa.Table:
-    """Rows of runs; with `adapted` they end with the bytes of adapters, which a run does not change.
+    """Rows of runs; `adapted`: they end with the bytes of adapters, which no run changes.
 
     There is a row at each issue, and at each settle after all that was issued before it.
     """
