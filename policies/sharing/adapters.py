@@ -152,10 +152,10 @@ class ResidentAdapters:
             held = self._view.held_bytes.get(here, 0)
             if is_closed and not held:
                 continue
-            takes = max(0, self._asked_bytes(piece, reserved_tokens) - held)
+            takes_bytes = max(0, self._asked_bytes(piece, reserved_tokens) - held)
             if version is None:
                 slices.append(piece)
-                left -= takes
+                left -= takes_bytes
                 continue
             most_tokens = max(job.known_tokens, reserved_tokens)
             if version.nbytes + page.bytes_for(most_tokens) + spare_bytes > room:
@@ -163,16 +163,16 @@ class ResidentAdapters:
                 continue
             if (place := version.place(device)) in self._needed:
                 slices.append(piece)
-                left -= takes
+                left -= takes_bytes
                 continue
             if place in given_up:
                 continue
             if self._most is not None and len(self._needed) >= self._most:
                 continue
-            if version.nbytes + takes > left:
+            if version.nbytes + takes_bytes > left:
                 is_closed = True
                 continue
-            left -= version.nbytes + takes
+            left -= version.nbytes + takes_bytes
             self._needed.add(place)
             if place in self._resident:
                 self._idle.remove(place)

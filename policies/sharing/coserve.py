@@ -310,12 +310,12 @@ class CoMemory:
         if any([count > plan.room(other) for other, count in needs.items()]):
             return
         spare = 0 if piece.work is Work.UPDATE else self._headroom_bytes(view)
-        need = nbytes and nbytes + spare
-        idle = idle_adapters(view, plan, served) if need > plan.room(pool) else []
-        if need > plan.room(pool) + sum(map(plan.held, idle)):
+        need_bytes = nbytes and nbytes + spare
+        idle = idle_adapters(view, plan, served) if need_bytes > plan.room(pool) else []
+        if need_bytes > plan.room(pool) + sum(map(plan.held, idle)):
             return
         for place in idle:
-            if need > plan.room(pool):
+            if need_bytes > plan.room(pool):
                 plan.free(place)
         for place in _absent(footprint.comes, plan):
             plan.move(on_host(place), place)
