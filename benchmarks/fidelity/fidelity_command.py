@@ -93,7 +93,7 @@ def main() -> int:
             listed = ",".join(map(str, loads))
             words += [f"--load={listed}", f"--reruns={reruns}"]
             say(f"{workload.name}: tandem fidelity {' '.join(words)}")
-            folder = root / f"{workload.name}@{listed}"
+            folder = root / workload.name  # more loads go on in it
             code = tandem(["fidelity", *words, f"--out={folder}"])
             if code > 128:  # told to end
                 return code
