@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from engine.contract.adapters import AdapterVersion
 from engine.contract.layout import TrainingLayout
 from engine.contract.regions import Work
 from engine.contract.rules import ReadOnlyList, refuse_write
-from traces.serving.request import Request, TrainingJob
+from traces.serving.request import Request, Sample, TrainingJob
 
 
 class TrainingTask(NamedTuple):
@@ -40,6 +41,7 @@ class TrainingProgress:
         recorded_tokens: tokens of which serving has kept the activations.
 
     Attributes:
+        spec: the training job; of one that learns, with the samples that have come.
         first: the unit at which a backward ends.
         released: samples of a finetuning job that are there.
         trained_by: by chunk that trains, the units that add to its gradients.
@@ -79,6 +81,8 @@ class TrainingProgress:
     def __init__(
         self, spec: TrainingJob, layout: TrainingLayout | None = None, recorded_tokens: int = 0
     ) -> None:
+        if spec.learns:
+            spec = replace(spec, samples=())
         first = 0 if layout is None else layout.first
         units = range(spec.num_units)
         trained_by = {u: (u,) for u in units} if layout is None else layout.trained_by
@@ -184,9 +188,11 @@ class TrainingProgress:
     def _count_update(self, chunk: int) -> None:
         self._updated[chunk] += 1
 
-    def _release(self) -> None:
-        """The next sample is there."""
+    def _release(self, sample: Sample | None = None) -> None:
+        """The next sample is there, and `sample` is it where the job learns."""
         object.__setattr__(self, "released", self.released + 1)
+        if sample is not None:
+            object.__setattr__(self, "spec", self.spec.learned(sample))
 
     def _move(self, microbatch: int, is_forward: bool, units: Sequence[int], tokens: int) -> None:
         done = self._progress(microbatch)[0 if is_forward else 1]
@@ -269,9 +275,11 @@ class TrainingProgress:
             microbatch: counted through the finetuning job.
 
         Returns:
-            True also behind the last sample, where the job goes through them again.
+            True also behind the last sample, where the job goes through them again: one that learns
+            does not.
         """
-        return microbatch < self.released or self.released == len(self.spec.samples)
+        is_again = not self.spec.learns and self.released == len(self.spec.samples)
+        return microbatch < self.released or is_again
 
     def _complete_steps(self) -> bool:
         """Counts steps that are complete now; returns whether there is a new one."""

@@ -79,7 +79,7 @@ class Jump:
         self._state, self._completions, self._frees = state, parts.completions, parts.frees
         self._issuing, self._lifecycle, self._executor = parts.issuing, parts.lifecycle, executor
         self._next_arrival_ns, self._prefix = parts.next_arrival_ns, parts.issuing.prefix
-        self._serves_only, self._releases_turn = parts.serves_only, parts.releases_turn
+        self._serves_only, self._awaits_answer = parts.serves_only, parts.awaits_answer
         self._returned, self._trains = returned, bool(state.layout.training)
         # Kept pages (prefix caching) come back otherwise than pages of one job.
         self._gives_ahead = parts.returns_memory and self._prefix is None
@@ -360,7 +360,7 @@ class Jump:
             is_barrier, end_ns = not self._gives_ahead, steps.end_ns[-1]
             for job in done if self._gives_ahead else ():
                 self._frees.expect(run.device, number, job)
-                is_barrier = is_barrier or self._releases_turn(job)
+                is_barrier = is_barrier or self._awaits_answer(job)
             self._ends.append(JobsEnd(end_ns, number, op, is_barrier))
             if is_barrier and self._barrier_ns is None:
                 self._barrier_ns = end_ns

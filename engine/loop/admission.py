@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -14,10 +15,44 @@ from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing
 from engine.loop.state import EngineState
 from engine.memory.pool import Chain
-from traces.serving.request import Request, TrainingJob
+from traces.serving.request import Request, Sample, TrainingJob
 
 Item = Request | TrainingJob
-Release = Callable[[Job], None]  # lets the next turn of a session arrive
+Answered = Callable[[Job], None]  # hears of each request that leaves: its client goes on
+
+
+class ComingFeedback:
+    """Feedback on a request, as a sample of a job that learns, which may come before that job."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._on: dict[int, list[tuple[int, Sample]]] = {}  # by request: jobs and their samples
+        self._early: dict[int, list[Sample]] = {}  # by job that has not arrived yet
+        for item in items:
+            if isinstance(item, TrainingJob) and item.learns:
+                self._early[item.job_id] = []
+                for sample in item.samples:
+                    assert sample.request is not None, "feedback is on a request"
+                    self._on.setdefault(sample.request, []).append((item.job_id, sample))
+
+    def awaits(self, job: Job) -> bool:
+        """Whether feedback on a request comes once it is answered."""
+        return job.job_id in self._on
+
+    def on(self, job: Job) -> list[tuple[int, Sample]]:
+        """Takes the feedback on a request that is answered: jobs and their samples."""
+        return self._on.pop(job.job_id, [])
+
+    def keep(self, job_id: int, sample: Sample) -> bool:
+        """Keeps feedback for a job that has not arrived yet; False where it has."""
+        early = self._early.get(job_id)
+        if early is None:
+            return False
+        early.append(sample)
+        return True
+
+    def before(self, job_id: int) -> list[Sample]:
+        """Takes the feedback that has come before its job, which arrives now."""
+        return self._early.pop(job_id, [])
 
 
 class ArrivalQueue:
@@ -32,8 +67,10 @@ class ArrivalQueue:
     ) -> None:
         self._env, self._admit = env, admit
         self._turns: dict[tuple[int, int], Request] = {}
-        first = []
-        for item in work:
+        items, first = [*work], list[Item]()
+        self._feedback = ComingFeedback(items)
+        self._learning: dict[int, Callable[[Sample], None]] = {}  # by job, gives it a sample
+        for item in items:
             if isinstance(item, Request) and item.session is not None and item.turn > 0:
                 if (item.session, item.turn) in self._turns:
                     raise ValueError(f"session {item.session} has two turns {item.turn}")
@@ -69,45 +106,61 @@ class ArrivalQueue:
             at_ns = self._timed[0] if at_ns is None else min(at_ns, self._timed[0])
         self.next_ns = at_ns
 
-    def releases_turn(self, job: Job) -> bool:
-        """Whether a turn of its session waits for a job's answer."""
+    def awaits_answer(self, job: Job) -> bool:
+        """Whether a turn of its session, or feedback, waits for a job's answer."""
+        if self._feedback.awaits(job):
+            return True
         return job.session is not None and (job.session, job.turn + 1) in self._turns
 
-    def release_turn(self, job: Job) -> None:
-        """A client has its answer (or was refused): its next turn arrives after its think time."""
+    def answered(self, job: Job) -> None:
+        """A client has its answer, or was refused.
+
+        Its next turn arrives after its think time, and its feedback after that of the feedback.
+        """
+        now_ns = int(self._env.now)
+        for job_id, sample in self._feedback.on(job):
+            self._at(now_ns + sample.release_ns, partial(self._learn, job_id, sample))
         if job.session is None:
             return
         request = self._turns.pop((job.session, job.turn + 1), None)
-        if request is None:
-            return
-        now_ns = int(self._env.now)
-        at_ns = max(request.arrival_ns, now_ns + request.think_ns)
-        timer = simpy.Timeout(self._env, at_ns - now_ns)
-        heappush(self._timed, at_ns)
-        self._look_ahead()
-        timer.callbacks.append(lambda _: self._hand_over_turn(request, at_ns))
-
-    def _hand_over_turn(self, request: Request, at_ns: int) -> None:
-        heappop(self._timed)
-        self._look_ahead()
-        self._hand_over(request, at_ns)
+        if request is not None:
+            at_ns = max(request.arrival_ns, now_ns + request.think_ns)
+            self._at(at_ns, partial(self._hand_over, request, at_ns))
 
     def release_samples(self, job: Job, released: Callable[[], None]) -> None:
         """Samples of a finetuning job come at times of their own; `released` is told of each."""
-        training, now_ns = job.training, int(self._env.now)
+        training = job.training
         assert training is not None, "only training jobs have samples"
-        for sample in training.spec.samples[training.released :]:
-            at_ns = job.arrival_ns + sample.release_ns
-            heappush(self._timed, at_ns)
-            timer = simpy.Timeout(self._env, max(0, at_ns - now_ns))
-            timer.callbacks.append(lambda _: self._release(training, released))
-        self._look_ahead()
 
-    def _release(self, training: TrainingProgress, released: Callable[[], None]) -> None:
-        heappop(self._timed)
+        def release(sample: Sample | None = None) -> None:
+            training._release(sample)
+            released()
+
+        if training.spec.learns:
+            self._learning[job.job_id] = release
+            for sample in self._feedback.before(job.job_id):
+                release(sample)
+        else:
+            for sample in training.spec.samples[training.released :]:
+                self._at(job.arrival_ns + sample.release_ns, release)
+
+    def _learn(self, job_id: int, sample: Sample) -> None:
+        """Feedback has come."""
+        if not self._feedback.keep(job_id, sample):
+            self._learning[job_id](sample)
+
+    def _at(self, at_ns: int, happens: Callable[[], None]) -> None:
+        """Has a turn or a sample come at a moment, which `next_ns` knows until then."""
+
+        def come(_: simpy.Event) -> None:
+            heappop(self._timed)
+            self._look_ahead()
+            happens()
+
+        heappush(self._timed, at_ns)
+        timer = simpy.Timeout(self._env, max(0, at_ns - int(self._env.now)))
+        timer.callbacks.append(come)
         self._look_ahead()
-        training._release()
-        released()
 
     def _hand_over(self, item: Item, at_ns: int) -> None:
         self.pending -= 1
@@ -175,23 +228,23 @@ class Admission:
             prefix.arrived(item, adapter)
         return job
 
-    def refuse(self, job: Job, release_turn: Release) -> None:
+    def refuse(self, job: Job, answered: Answered) -> None:
         """A job that will never fit leaves."""
         self._state.jobs.refuse(job)
         self._state.give_all(job.job_id)
-        self._leave(job, self._state.now_ns, "refused", release_turn)
+        self._leave(job, self._state.now_ns, "refused", answered)
 
     def finish(
-        self, job: Job, now_ns: int, device: int, number: int, release_turn: Release
+        self, job: Job, now_ns: int, device: int, number: int, answered: Answered
     ) -> None:
         """A job is complete with the device's plan of that number."""
         if self._frees is not None:
             self._frees.leave(device, number, job)
         else:
             self._state.ledger.ended.add(job.job_id)
-        self._leave(job, now_ns, "finished", release_turn)
+        self._leave(job, now_ns, "finished", answered)
 
-    def _leave(self, job: Job, now_ns: int, status: str, release_turn: Release) -> None:
+    def _leave(self, job: Job, now_ns: int, status: str, answered: Answered) -> None:
         if job.training is not None:
             self._training.leave(job.job_id)
             return
@@ -201,4 +254,4 @@ class Admission:
             self._state.fleet.left(job)
         if self._issuing.prefix is not None:
             self._issuing.prefix.left(job)
-        release_turn(job)
+        answered(job)

@@ -109,7 +109,7 @@ class LoopParts(NamedTuple):
     lifecycle: Lifecycle
     next_arrival_ns: Callable[[], int | None]
     serves_only: Callable[[], bool]
-    releases_turn: Callable[[Job], bool]
+    awaits_answer: Callable[[Job], bool]
     returns_memory: bool  # of jobs that have finished; else plans do
 
 

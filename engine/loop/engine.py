@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import simpy
@@ -221,7 +222,7 @@ class Engine(Lifecycle):
                 self,
                 lambda: self._arrivals.next_ns,
                 lambda: self._arrivals.serves_only,
-                lambda job: self._arrivals.releases_turn(job),
+                lambda job: self._arrivals.awaits_answer(job),
                 returns_memory,
             )
         )
@@ -348,15 +349,18 @@ class Engine(Lifecycle):
         self._moments = 0
         job = self._admission.admit(item, arrival_ns)
         if job.training is not None:
-            self._arrivals.release_samples(job, self._released)
+            self._arrivals.release_samples(job, partial(self._released, job))
             if self._may_stop:
                 self._stop_with_serving()
 
     def _changed(self) -> None:
         self.reuse.changed()
 
-    def _released(self) -> None:
+    def _released(self, job: Job) -> None:
         """A sample of a finetuning job is there."""
+        assert job.training is not None, "only training jobs have samples"
+        if job.training.spec.learns:
+            self.state.recorder.released(job.job_id, self.state.now_ns)
         self._changed()
         self._moments = 0
         self.state.wakeup.tell()
@@ -406,7 +410,7 @@ class Engine(Lifecycle):
             state.jobs.wait_again(job)
             restart(job)
         for job in plan.refuse:
-            self._admission.refuse(job, self._arrivals.release_turn)
+            self._admission.refuse(job, self._arrivals.answered)
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
@@ -498,7 +502,7 @@ class Engine(Lifecycle):
 
     def finish_job(self, job: Job, now_ns: int, device: int, number: int) -> None:
         """A job is complete with the device's plan of that number."""
-        self._admission.finish(job, now_ns, device, number, self._arrivals.release_turn)
+        self._admission.finish(job, now_ns, device, number, self._arrivals.answered)
         if self._may_stop:
             self._stop_with_serving()
 

@@ -105,6 +105,7 @@ class SampleOutcome:
     last_ns: int = 0
     restarts: int = 0
     since: int = 0  # the plan from which on its launches count
+    request_id: int | None = None  # that it is feedback on
 
     def settle(self, piece: Slice, end_ns: int) -> None:
         """A window of the sample has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from engine.results.schema import (
     ADAPTER,
     ADAPTER_BYTES,
     OPTIONAL,
+    RELEASED,
+    REQUEST_ID,
     TABLES,
     TENANT,
     VERSION,
@@ -102,6 +105,7 @@ class Recorder:
         finetunes: bool = False,
         names_tenants: bool = False,
         names_adapters: bool = False,
+        learns: bool = False,
     ) -> None:
         """A recorder without facts.
 
@@ -111,17 +115,19 @@ class Recorder:
             finetunes: whether samples are kept.
             names_tenants: whether requests are kept with their tenants.
             names_adapters: whether requests are kept with their adapters, and memory with theirs.
+            learns: whether samples are kept with the requests that they are feedback on.
         """
         self.outcomes: dict[int, Outcome] = {}
         self._facts = Facts([], [], [], [])
         self._keeps_steps = keeps_steps
         self._trained: list[TrainedRow] = []
         self._finetunes, self._names_tenants = finetunes, names_tenants
-        self._names_adapters = names_adapters
+        self._names_adapters, self._learns = names_adapters, learns
         self.keeps_service = False  # by tenant; the engine says so
         self.service: Sequence[tuple[int, Sequence[object]]] = ()  # per device, in the end
         self._units: dict[int, int] = {}  # by finetuning job: units that a sample goes back over
         self._samples: dict[tuple[int, int], SampleOutcome] = {}  # by job and microbatch
+        self._released: dict[int, list[int]] = {}  # by job that learns, when its samples came
         self._begun: dict[tuple[int, int], int] = {}  # training job and step -> first issue
         self._deliveries: dict[int, Deliveries] = {}  # by device
         self._returned: dict[int, list[int]] = defaultdict(list)  # by device
@@ -242,6 +248,10 @@ class Recorder:
         """A request was admitted with a version of its adapter."""
         self.outcomes[job_id].adapter_version = version
 
+    def released(self, job_id: int, now_ns: int) -> None:
+        """Feedback has come, as the next sample of a job that learns."""
+        self._released.setdefault(job_id, []).append(now_ns)
+
     def begun(self, job_id: int, step: int, now_ns: int) -> None:
         """A launch of a training job's step was issued."""
         self._begun.setdefault((job_id, step), now_ns)
@@ -257,9 +267,8 @@ class Recorder:
     def _begin_anew(self, job_id: int, microbatch: int, step: int) -> None:
         """A sample gives its memory back: what it has computed before this plan is lost."""
         if (sample := self._samples.get((job_id, microbatch))) is not None:
-            fresh = SampleOutcome(sample.tokens, sample.start_ns, sample.left, since=step)
-            fresh.restarts, fresh.last_ns = sample.restarts + 1, sample.last_ns
-            fresh.left = sample.tokens * self._units[job_id]
+            left, restarts = sample.tokens * self._units[job_id], sample.restarts + 1
+            fresh = replace(sample, left=left, forward_tokens=0, restarts=restarts, since=step)
             self._samples[job_id, microbatch] = fresh
 
     def _finetuned(self, step: int, span: Span) -> None:
@@ -270,10 +279,11 @@ class Recorder:
             if training is None or not training.spec.finetunes or piece.work is Work.UPDATE:
                 continue
             job_id, spec = piece.job.job_id, training.spec
-            key, tokens = (job_id, piece.microbatch), spec.tokens_of(piece.microbatch)
+            key, own = (job_id, piece.microbatch), spec.sample(piece.microbatch)
             units = self._units.setdefault(job_id, spec.num_units - 1 - training.first)
             if (sample := self._samples.get(key)) is None:
-                sample = SampleOutcome(tokens, span.start_ns, tokens * units)
+                left, on = own.tokens * units, own.request
+                sample = SampleOutcome(own.tokens, span.start_ns, left, request_id=on)
                 self._samples[key] = sample
             if step >= sample.since:
                 sample.settle(piece, span.end_ns)
@@ -376,7 +386,14 @@ class Recorder:
             times = sample.start_ns, sample.last_ns
             facts = sample.tokens, sample.forward_tokens, *times, status, sample.restarts, loss
             rows.append((job_id, microbatch, *facts))
-        return table_of("samples", rows)
+        table = table_of("samples", rows)
+        if not self._learns:
+            return table
+        keys = sorted(self._samples)
+        on = [self._samples[key].request_id for key in keys]
+        came = [self._released[i][k] if i in self._released else None for i, k in keys]
+        table = table.append_column(REQUEST_ID, column(on, REQUEST_ID.type))
+        return table.append_column(RELEASED, column(came, RELEASED.type))
 
     def _training(self, loss_of: LossOf | None) -> pa.Table:
         return table_of("training", [training_row(row, loss_of) for row in self._trained])
@@ -402,6 +419,8 @@ class Recorder:
             found["requests"] = found["requests"].append(ADAPTER).append(VERSION)
             if self._keeps_steps:
                 found["memory"] = found["memory"].append(ADAPTER_BYTES)
+        if self._learns:
+            found["samples"] = found["samples"].append(REQUEST_ID).append(RELEASED)
         return found
 
     # ---- files

@@ -187,7 +187,14 @@ TENANT = pa.field("tenant", TEXT)  # last column of requests, where requests or 
 ADAPTER = pa.field("adapter", TEXT)
 VERSION = pa.field("adapter_version", I32)  # with which it was admitted; null without an adapter
 ADAPTER_BYTES = pa.field("adapter_bytes", I64)  # of adapters that are resident, all versions
-OPTIONAL_COLUMNS = {"requests": (TENANT, ADAPTER, VERSION), "memory": (ADAPTER_BYTES,)}
+# Last columns of samples, where jobs learn from feedback; null in rows of other jobs.
+REQUEST_ID = pa.field("request_id", I64)  # that the sample is feedback on
+RELEASED = pa.field("released_ns", I64)  # when the feedback came
+OPTIONAL_COLUMNS = {
+    "requests": (TENANT, ADAPTER, VERSION),
+    "memory": (ADAPTER_BYTES,),
+    "samples": (REQUEST_ID, RELEASED),
+}
 
 TABLES = {
     "requests": REQUESTS,

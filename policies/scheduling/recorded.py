@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.contract.job import Job
-from engine.contract.plan import SECOND_LANE, Free, Plan
+from engine.contract.plan import SECOND_LANE, Compute, Free, Plan, Slice
 from engine.contract.policy import Fleet, Traits
+from engine.contract.regions import Work
 from engine.contract.view import View
 from engine.results.plan_log import LoggedPlan, decode
 
 
 @dataclass(frozen=True)
 class RecordedPlans:
-    """Issues the plans of a log in their order, each as soon as its jobs have arrived.
+    """Issues the plans of a log in their order, each as soon as its jobs and samples are there.
 
     A plan also frees what finished jobs held, where the recorded run did. With an engine that
     leaves these frees to the policy (`returns_memory=False`), bytes and pages go through the states
@@ -53,10 +54,27 @@ class RecordedPlans:
         if not logged.job_ids <= jobs.keys():
             return Plan()
         plan = decode(logged.body, jobs)
+        if not all([_is_there(piece) for op in plan.ops for piece in _windows(op)]):
+            return Plan()
         order = {job_id: i for i, job_id in enumerate(logged.returned)}
         back = [place for place in view.held_bytes if place.region.owner in order]
         back.sort(key=lambda place: order[place.region.owner])
         return Plan((*map(Free, back), *plan.ops), plan.restart, plan.refuse)
+
+
+def _windows(op: object) -> tuple[Slice, ...]:
+    """The slices of an operation that finetune on a sample."""
+    if not isinstance(op, Compute):
+        return ()
+    return tuple([piece for piece in op.slices if piece.work is not Work.UPDATE])
+
+
+def _is_there(piece: Slice) -> bool:
+    """Whether the sample of a slice has been released; True of slices without one."""
+    training = piece.job.training
+    if training is None or not training.spec.finetunes:
+        return True
+    return training.is_released(piece.microbatch)
 
 
 @dataclass(frozen=True)

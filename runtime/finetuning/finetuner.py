@@ -29,7 +29,7 @@ from runtime.serving.kv import Arena
 from runtime.training.model_states import ModelStates
 from runtime.training.optimizer import Optimizer
 from runtime.training.store import RegionStore, present, typed
-from traces.serving.request import TrainingJob
+from traces.serving.request import Sample, TrainingJob
 from traces.training.batches import Batches
 
 
@@ -37,6 +37,7 @@ class SampleWindow(NamedTuple):
     """Tokens [start, start + tokens) of the sample of a microbatch, and the pages of their job."""
 
     microbatch: int
+    sample: Sample
     start: int
     tokens: int
     table: Tensor  # page ids as far as the window's last token
@@ -93,6 +94,7 @@ class Finetuner:
         self._losses = torch.full((job.num_steps * job.microbatches,), torch.nan)
         self._so_far = torch.zeros(())  # loss of the sample under way
         self._ids: tuple[int, Tensor] = (-1, torch.empty(0))
+        self._number = {sample.request: i for i, sample in enumerate(job.samples)}  # of feedback
 
     def begin(self) -> None:
         """Takes the memory that is the job's from the start: the sums of steps of many samples."""
@@ -102,11 +104,12 @@ class Finetuner:
                     self._sum(self._states.gradient(chunk), chunk)
 
     # ---- windows forward
-    def ids(self, microbatch: int) -> Tensor:
+    def ids(self, microbatch: int, sample: Sample) -> Tensor:
         """Token ids of a sample, [1, tokens]. Safe to call from several threads."""
         found = self._ids  # read once: the engine's thread may be at the next sample already
         if found[0] != microbatch:
-            found = microbatch, torch.tensor(self._batches.ids(microbatch), dtype=torch.int64)
+            number = microbatch if sample.request is None else self._number[sample.request]
+            found = microbatch, torch.tensor(self._batches.ids(number), dtype=torch.int64)
             self._ids = found
         return found[1]
 
@@ -115,7 +118,7 @@ class Finetuner:
         """Runs a window through all units by the modules; `slots` are for its keys and values."""
         self._begin(window)
         trainee, positions = self.trainee, window.positions
-        ids = self.ids(window.microbatch)[:, window.start : window.stop]
+        ids = self.ids(window.microbatch, window.sample)[:, window.start : window.stop]
         hidden, turns = trainee.embed(ids, positions), trainee.turns(positions)
         for index, roles in enumerate(trainee.roles):
             recording = Recording(roles, self._kv(window), slots)
@@ -149,13 +152,12 @@ class Finetuner:
         The label of a token is the next one of the sample, also beyond the window. A loss is the
         mean over all labels of the sample, and a step's the mean over its samples.
         """
-        trainee, microbatch = self.trainee, window.microbatch
-        sample = self.job.sample(microbatch)
+        trainee, microbatch, sample = self.trainee, window.microbatch, window.sample
         gradient = torch.zeros_like(hidden[0])
         loss = torch.zeros(())
         if rows_count := sample.loss_rows(window.start, window.stop):
             low, count = window.stop - rows_count, sample.labels(0, sample.tokens)
-            labels = self.ids(microbatch)[0, low + 1 : window.stop + 1]
+            labels = self.ids(microbatch, sample)[0, low + 1 : window.stop + 1]
             if window.stop == sample.tokens:
                 labels = pad(labels, (0, 1), value=NO_LABEL)
             parameters, trained = self._trained(trainee.num_units - 1)
@@ -176,7 +178,7 @@ class Finetuner:
     @torch.no_grad()
     def backward(self, window: SampleWindow, units: range) -> None:
         """Takes a window down through units: adds gradients, and passes that of the input on."""
-        launch, total = self._named("B", window, units), self.job.tokens_of(window.microbatch)
+        launch, total = self._named("B", window, units), window.sample.tokens
         passed, is_whole = self._passing(total, launch), window.tokens == total
         turns = self.trainee.turns(window.positions)
         rows = passed[window.start : window.stop]
@@ -244,7 +246,7 @@ class Finetuner:
             first, last = max(low, window.start), min(high, window.stop)
             if first >= last:
                 continue
-            part = SampleWindow(window.microbatch, first, last - first, window.table)
+            part = window._replace(start=first, tokens=last - first)
             hidden = kept_rows(storages, fields, first, last)[INPUT]
             recording = Recording(trainee.roles[layer], self._kv(part), None)
             turns = trainee.turns(part.positions)
@@ -262,7 +264,7 @@ class Finetuner:
 
     def _embedding(self, window: SampleWindow, given: Tensor) -> None:
         parameters, trained = self._trained(0)
-        ids = self.ids(window.microbatch)[:, window.start : window.stop]
+        ids = self.ids(window.microbatch, window.sample)[:, window.start : window.stop]
         with torch.enable_grad():
             out = self.trainee.embed(ids, window.positions)
         self._add(trained, torch.autograd.grad(out, parameters, given[None]))

@@ -21,6 +21,7 @@ from runtime.finetuning.recording import FusedWindow, Fusing
 from runtime.serving.machine import LaunchPart, Prepared, ServingMachine
 from runtime.serving.packing import Packed, Transcript
 from runtime.training.store import RegionStore
+from traces.serving.request import Sample
 
 
 class JobWindow(NamedTuple):
@@ -135,7 +136,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         if own.layers != range(finetuner.trainee.num_units):
             raise NotImplementedError(f"a window goes through all units at once, not {own.layers}")
         if not piece.context_tokens:
-            ids = finetuner.ids(own.microbatch)[0].tolist()
+            ids = finetuner.ids(own.microbatch, _sample_of(own))[0].tolist()
             self.serving.packer.transcripts[own.job.job_id] = Transcript(ids)
 
     def _pack(self, windows: Sequence[Piece], served: Sequence[Piece] = ()) -> Packed:
@@ -144,7 +145,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
     def _rows(self, windows: Sequence[tuple[Slice, Piece]], packed: Packed) -> Iterator[JobWindow]:
         """The windows as they lie in packed rows; they come first."""
         for (own, piece), rows in zip(windows, packed.rows.prefills, strict=False):
-            window = SampleWindow(own.microbatch, piece.context_tokens, piece.tokens, rows.table)
+            bounds = (piece.context_tokens, piece.tokens)
+            window = SampleWindow(own.microbatch, _sample_of(own), *bounds, rows.table)
             yield JobWindow(own.job.job_id, window, rows.start)
 
     def _window(self, own: Slice, piece: Piece) -> SampleWindow:
@@ -152,7 +154,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         start, tokens, packer = piece.context_tokens, piece.tokens, self.serving.packer
         count = -(-(start + tokens) // packer.page_tokens)
         pages = packer.transcripts[own.job.job_id].pages[:count]
-        return SampleWindow(own.microbatch, start, tokens, torch.tensor(pages))
+        return SampleWindow(own.microbatch, _sample_of(own), start, tokens, torch.tensor(pages))
 
     # ---- the work
     def execute(self, prepared: Prepared | PreparedWindows) -> tuple[int, ...]:
@@ -241,3 +243,9 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
     def weights(self, job_id: int) -> Mapping[str, Tensor]:
         """The newest weights that a job trains, by the model's names."""
         return self._finetuners[job_id].state_dict()
+
+
+def _sample_of(own: Slice) -> Sample:
+    """The sample that a window is of, at its issue."""
+    assert own.job.training is not None, "a slice of a job that finetunes"
+    return own.job.training.spec.sample(own.microbatch)

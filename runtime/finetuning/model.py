@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -105,9 +106,22 @@ class FinetunedModel:
         self.fields = [fields_of(roles, *sizes) for roles in self.roles]
 
     @classmethod
-    def of(cls, served: Any, spec: ModelSpec, recipe: Recipe) -> FinetunedModel:
-        """The model of a job over a served one: all its products are, if it trains adapters."""
-        return cls(over_served(served, recipe), spec, shares=recipe.lora_rank is not None)
+    def of(
+        cls,
+        served: Any,
+        spec: ModelSpec,
+        recipe: Recipe,
+        begins: Mapping[str, Tensor] | None = None,
+    ) -> FinetunedModel:
+        """The model of a job over a served one: all its products are, if it trains adapters.
+
+        `begins` has the matrices that adapters begin with, by the names of `drawn_adapter`; None:
+        as peft begins.
+        """
+        model = over_served(served, recipe)
+        for name, matrix in (begins or {}).items():
+            model.get_parameter(f"base_model.model.{name}").data.copy_(matrix)
+        return cls(model, spec, shares=recipe.lora_rank is not None)
 
     @property
     def num_units(self) -> int:

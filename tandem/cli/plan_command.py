@@ -153,8 +153,13 @@ def _simulated(run_spec: RunSpec, cost: LaunchCost) -> Run:
 def _short(run_spec: RunSpec) -> RunSpec:
     def few(trainee: Trainee) -> Trainee:
         job = trainee.job
-        few_steps = replace(job, num_steps=min(job.num_steps, STEPS))
-        return replace(trainee, job=replace(few_steps, samples=_longest_first(job.samples)))
+        samples = _longest_first(job.samples)
+        if job.learns:  # nothing is served here that feedback would follow
+            samples = tuple([sample._replace(release_ns=0, request=None) for sample in samples])
+        few_steps = min(job.num_steps, STEPS)
+        return replace(
+            trainee, job=replace(job, num_steps=few_steps, samples=samples, learns=False)
+        )
 
     return replace(run_spec, trainees=tuple(few(trainee) for trainee in run_spec.trainees))
 

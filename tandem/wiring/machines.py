@@ -121,7 +121,7 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     Requests may run through adapters, too. ValueError where nothing is served, whose pages and
     weights a job would use.
     """
-    from runtime.finetuning.adapters import ServedAdapters
+    from runtime.finetuning.adapters import ServedAdapters, drawn_adapter
     from runtime.finetuning.finetuner import Finetuner
     from runtime.finetuning.machine import FinetuningMachine
     from runtime.finetuning.model import FinetunedModel
@@ -141,9 +141,11 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     (serving,) = machines(run_spec, [build_model(run_spec.spec, run_spec.seed)])
     served, arena = serving.decoder.model, serving.arenas[Tier.GPU, 0]
     store, layout, found = RegionStore(), run_spec.room.layout, dict[int, Any]()
+    recipes = {adapter.name: adapter.recipe for adapter in layout.adapters}
     for asked in run_spec.trainees:
         job = asked.job
-        model = FinetunedModel.of(served, asked.spec, job.recipe)
+        begins = drawn_adapter(asked.spec, recipes[job.publish]) if job.publish else None
+        model = FinetunedModel.of(served, asked.spec, job.recipe, begins)
         found[job.job_id] = Finetuner(
             job, model, layout.training[job.job_id], asked.batches, store, arena
         )

@@ -48,6 +48,7 @@ from tandem.wiring.cost import COST, about, device_facts
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import commit, running_folder, sole_user
 from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of
+from tandem.wiring.training import as_learned
 from tandem.wiring.workload import REQUESTS, synthetic_requests, synthetic_stream
 from traces.files import checked_text, seal, write_text
 from traces.serving.request import TrainingJob
@@ -210,11 +211,15 @@ def _adapted_in(run: Path) -> Mapping[int, Adapted]:
 
 
 def _jobs_of(run: Path) -> dict[int, tuple[TrainingJob, TrainingLayout]]:
-    """The training jobs of a run with their layouts, built from its configuration again."""
+    """The training jobs of a run with their layouts, built from its configuration again.
+
+    A job that learns has its samples in the order in which they came.
+    """
     config = yaml_value(checked_text(run / "config.yaml"), run / "config.yaml")
     run_spec = run_spec_of(ComposedConfig({**config, "trusted": []}, ()))
     layouts = run_spec.room.layout.training
-    return {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in run_spec.trainees}
+    jobs = [as_learned(t.job, run) for t in run_spec.trainees]
+    return {job.job_id: (job, layouts[job.job_id]) for job in jobs}
 
 
 def is_steady(table: pd.DataFrame) -> bool:

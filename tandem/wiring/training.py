@@ -15,6 +15,7 @@ from engine.contract.policy import Planner, Policy, traits_of
 from engine.contract.regions import Pool, Tier
 from engine.contract.rules import Remedy
 from engine.contract.view import Cost
+from engine.results.schema import read_table
 from models.spec import ModelSpec
 from models.training.kept import finetuning_shape
 from models.training.shape import TrainingShape, training_shape
@@ -91,17 +92,26 @@ def trainees_of(
     if not isinstance(asked, Finetuning):
         return (_trainee(asked, number, own, cache, ranks),)
     _check_dtype(asked, spec)
-    each = enumerate(asked.each(), number)
-    return tuple([_trainee(job, at, own, cache, ranks) for at, job in each])
+    seed, replayed = int(config["seed"]), config.get("replayed")
+    each = enumerate([job.on(requests, seed) for job in asked.each()], number)
+    played = None if replayed is None else Path(str(replayed))
+    return tuple([_trainee(job, at, own, cache, ranks, played) for at, job in each])
 
 
 def _trainee(
-    asked: Training | Finetuning, number: int, own: ModelSpec, cache: Path, ranks: int
+    asked: Training | Finetuning,
+    number: int,
+    own: ModelSpec,
+    cache: Path,
+    ranks: int,
+    replayed: Path | None = None,
 ) -> Trainee:
-    """The job of that number, with its data."""
+    """The job of that number, with its data; `replayed` is the folder of a run played back."""
     units = own.num_layers + 2
     if isinstance(asked, Finetuning):
         job = asked.job(number, units, own.name, cache)
+        if replayed is not None:
+            job = as_learned(job, replayed)
         shape = finetuning_shape(own, job)
     else:
         job = replace(asked.job(number, units, own.name), ranks=ranks)
@@ -112,6 +122,29 @@ def _trainee(
         _warn_of_rows(batches.account(), job)
     _warn_of_ids(batches.account(), job, own)
     return Trainee(job, own, shape, batches)
+
+
+def as_learned(job: TrainingJob, run: Path) -> TrainingJob:
+    """A job that learns, with its samples in the order in which they came to it in a run.
+
+    Args:
+        job: Any training job; one that does not learn stays as it is.
+        run: The folder of a run that it was in.
+
+    Returns:
+        A job whose samples are those that it began there, each there when it came.
+    """
+    if not job.learns:
+        return job
+    on = {sample.request: sample for sample in job.samples}
+    names = ["job_id", "request_id", "released_ns"]
+    rows = read_table(run / "samples.parquet", columns=names).to_pylist()
+    own = [row for row in rows if row["job_id"] == job.job_id]
+    begun = [
+        on[row["request_id"]]._replace(release_ns=max(0, row["released_ns"] - job.arrival_ns))
+        for row in own
+    ]
+    return replace(job, samples=tuple(begun), learns=False)
 
 
 def _check_dtype(asked: Finetuning, spec: ModelSpec) -> None:

@@ -122,6 +122,16 @@ def test_versions_are_given_back_with_their_last_request() -> None:
     assert rows and last.kind_bytes[-1] == sum([adapter.nbytes for adapter in layout.adapters])
 
 
+def test_versions_go_on_from_the_first_one(published: dict[Version, Tensor]) -> None:
+    """With hardly any learning rate all versions are the one that was drawn."""
+    found = run("lockstep", *WORDS, "training.recipe.learning_rate=1e-12")
+    recipe = found.spec.room.layout.adapters[0].recipe
+    drawn = torch.cat([m.flatten() for m in drawn_adapter(found.spec.spec, recipe).values()])
+    assert len(published) > 3 and drawn.abs().min() > 0
+    for version in published.values():  # AdamW moves no number by more than its rate, a step
+        assert torch.allclose(version, drawn, rtol=0, atol=1e-9)
+
+
 def test_every_so_many_updates_make_a_version() -> None:
     each, third = (run("sim", *WORDS, f"training.publish_every={n}") for n in (1, 3))
     counts = []

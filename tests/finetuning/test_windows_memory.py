@@ -172,9 +172,9 @@ def test_a_loss_takes_the_workspace_of_the_tape(family: str, kind: str, dtype: s
     made.begin()
     made.forward(0, 0, 64)
     made.gradients()
-    made.finetuner.ids(0)
+    made.finetuner.ids(0, made.job.sample(0))
     for start, tokens in [(0, 64), (48, 16), (0, 16)]:
-        window = SampleWindow(0, start, tokens, torch.empty(0))
+        window = SampleWindow(0, made.job.sample(0), start, tokens, torch.empty(0))
         hidden = torch.randn(1, tokens, made.spec.hidden_size, dtype=made.trainee.dtype)
         made.finetuner._so_far, tracker = torch.zeros(()), StorageTracker()
         with tracker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,12 +89,14 @@ class Sample(NamedTuple):
     """A sequence of a finetuning job.
 
     The first `prompt_tokens` of its `tokens` are read and carry no loss. The sample is there
-    `release_ns` after its job has arrived.
+    `release_ns` after its job has arrived; one that is feedback on `request`, whose prompt and
+    answer it has, so long after the answer.
     """
 
     tokens: int
     prompt_tokens: int = 0
     release_ns: int = 0
+    request: int | None = None
 
     def labels(self, start: int, stop: int) -> int:
         """Tokens of a window whose next token carries a loss.
@@ -137,6 +140,9 @@ class TrainingJob:
     the longest that the job has memory for. With `until_served` the job ends when the last request
     of the trace has left. `tenant` is whose job it is, as of a Request. What it trains is published
     as a new version of the adapter `publish` behind every `publish_every`-th update; "": never.
+
+    A job that `learns` has samples that are feedback on requests, in the order of the requests. It
+    trains on each once, in the order in which they come.
     """
 
     job_id: int
@@ -157,6 +163,7 @@ class TrainingJob:
     tenant: str = ""
     publish: str = ""
     publish_every: int = 1
+    learns: bool = False
 
     def __post_init__(self) -> None:
         for name in ("job_id", "arrival_ns"):
@@ -188,8 +195,13 @@ class TrainingJob:
                 f"{where}: samples are trained one by one on one device, with updates; leave "
                 "sequences and ranks at 1, and has_update true"
             )
+        if self.learns and self.num_steps * self.microbatches > len(self.samples):
+            raise ValueError(
+                f"{where}: {self.num_steps} steps of {self.microbatches} samples, and feedback on "
+                f"{len(self.samples)} requests, of which each is trained on once"
+            )
         for number, sample in enumerate(self.samples):
-            tokens, prompt_tokens, release_ns = sample
+            tokens, prompt_tokens, release_ns, request = sample
             if not 2 <= tokens <= self.sequence_tokens:
                 raise ValueError(
                     f"{where}: sample {number} has {tokens} tokens; 2 to sequence_tokens="
@@ -200,8 +212,13 @@ class TrainingJob:
                     f"{where}: sample {number} has {prompt_tokens} prompt tokens of {tokens}; at "
                     "least one must carry a loss"
                 )
+            if self.learns and request is None:
+                raise ValueError(
+                    f"{where}: sample {number} is no feedback on a request, as the samples of a "
+                    "job that learns are"
+                )
             before_ns = self.samples[number - 1].release_ns if number else 0
-            if release_ns < before_ns:
+            if release_ns < before_ns and not self.learns:
                 raise ValueError(
                     f"{where}: sample {number} is released at {release_ns} ns, and the one before "
                     f"it at {before_ns}; put samples in the order of their release"
@@ -215,7 +232,7 @@ class TrainingJob:
     @property
     def finetunes(self) -> bool:
         """Whether the job trains on samples, in windows of tokens."""
-        return bool(self.samples)
+        return self.learns or bool(self.samples)
 
     def sample(self, microbatch: int) -> Sample:
         """The sample of a microbatch.
@@ -224,9 +241,23 @@ class TrainingJob:
             microbatch: Counted through the job, which finetunes.
 
         Returns:
-            The samples in their order, and again from the first behind the last.
+            The samples in their order, and again from the first behind the last. Where the job
+            learns, the spec of its progress has those that have come, and none comes again.
         """
         return self.samples[microbatch % len(self.samples)]
+
+    def learned(self, sample: Sample) -> TrainingJob:
+        """The job with one more sample that has come.
+
+        Args:
+            sample: One of the job's, which have been checked.
+
+        Returns:
+            A job that is equal but for its samples.
+        """
+        found = copy(self)
+        object.__setattr__(found, "samples", (*self.samples, sample))
+        return found
 
     def tokens_of(self, microbatch: int) -> int:
         """Tokens of a microbatch, which its frontiers count.
@@ -237,7 +268,7 @@ class TrainingJob:
         Returns:
             Those of its sample, or of all its sequences together.
         """
-        return self.sample(microbatch).tokens if self.samples else self.microbatch_tokens
+        return self.sample(microbatch).tokens if self.finetunes else self.microbatch_tokens
 
 
 def prompt_of(request: Request, vocabulary: int, seed: int) -> Sequence[int]:

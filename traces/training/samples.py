@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ from traces.training.batches import Batches, Ids
 from traces.training.job import TrainingWork
 from traces.training.text_store import read_documents
 
-LENGTHS, RELEASES, ORDER = 4, 5, 6  # streams of a seed, beside those of traces.training.batches
+# streams of a seed, beside those of traces.training.batches
+LENGTHS, RELEASES, ORDER, FEEDBACK = 4, 5, 6, 7
 FEWEST = 2  # tokens of a sample: a loss is over tokens that have one before them
 
 
@@ -180,13 +181,90 @@ class ConversationSamples:
         return [found[at] for at in order[: self.limit]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FeedbackSamples:
+    """Feedback on the requests of the run: each answer that gets some becomes a sample.
+
+    A sample is the prompt of a request and an answer, which carries the loss. It comes `delay_s`
+    behind the answer that was served, and where `delays` is exponential that is the mean. `chance`
+    is the share of the answers that get feedback, of all tenants or by tenant. Which do, and when,
+    is drawn by the recipe's seed and the number of the request.
+
+    The ids of an answer are drawn by that seed, too. A longer sample is cut behind what the job has
+    memory for; where that leaves no answer there is none.
+    """
+
+    chance: float | Mapping[str, float] = 0.5
+    delay_s: float = 60.0
+    delays: Literal["exponential", "fixed"] = "exponential"
+    requests: tuple[Request, ...] = ()
+    prompt_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for tenant, share in self._shares.items():
+            if not 0 <= share <= 1:
+                of = f" of tenant {tenant}" if tenant else ""
+                raise ValueError(f"training.data.chance={share}{of}: it must be in [0, 1]")
+        if not 0 <= self.delay_s < math.inf:
+            raise ValueError(f"training.data.delay_s={self.delay_s}: it must be at least 0")
+        if self.delays not in ("exponential", "fixed"):
+            raise ValueError(f"training.data.delays={self.delays}: use exponential or fixed")
+
+    @property
+    def _shares(self) -> Mapping[str, float]:
+        return self.chance if isinstance(self.chance, Mapping) else {"": self.chance}
+
+    @property
+    def name(self) -> str:
+        """The name in results."""
+        return "feedback"
+
+    def on(self, requests: Sequence[Request], seed: int) -> FeedbackSamples:
+        """The source with the requests of a run, whose prompts are drawn by `seed`."""
+        return replace(self, requests=tuple(requests), prompt_seed=seed)
+
+    def samples(self, longest: int, seed: int, cache: Path) -> tuple[Sample, ...]:
+        """See Samples; each is feedback on a request, in the order of these."""
+        if not self.requests:
+            raise ValueError(
+                "training=feedback learns from answered requests, and there are none of its "
+                "tenant and adapter; choose a trace, or other settings of the job"
+            )
+        found = [self._sample(request, longest, seed) for request in self.requests]
+        return tuple([sample for sample in found if sample is not None])
+
+    def _sample(self, request: Request, longest: int, seed: int) -> Sample | None:
+        """The feedback on a request, if it gets any."""
+        rng = np.random.default_rng((seed, FEEDBACK, request.request_id, 1))
+        drawn, delay_s = rng.random(), self.delay_s
+        if self.delays == "exponential":
+            delay_s = rng.exponential(self.delay_s)
+        by_tenant = isinstance(self.chance, Mapping)
+        share = self._shares.get(request.tenant if by_tenant else "", 0.0)
+        prompt = request.prompt_tokens
+        tokens = min(prompt + request.output_tokens, longest)
+        if drawn >= share or prompt >= tokens:
+            return None
+        return Sample(tokens, prompt, round(delay_s * UNITS_NS["s"]), request.request_id)
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> ConversationBatches:
+        """Ids of prompts, as they are served, and of answers, all below `vocabulary`."""
+        by_id = {request.request_id: request for request in self.requests}
+        chosen = [(by_id[s.request], s) for s in job.samples if s.request is not None]
+        return ConversationBatches(tuple(chosen), vocabulary, job.recipe.seed, self.prompt_seed)
+
+
 @dataclass(frozen=True)
 class ConversationBatches:
-    """Prompts and answers; a prompt has the ids with which it would be served."""
+    """Prompts and answers; a prompt has the ids with which it would be served.
+
+    `prompt_seed` draws the ids of prompts; None: `seed` does, as those of answers.
+    """
 
     chosen: tuple[tuple[Request, Sample], ...]
     vocabulary: int
     seed: int = 0
+    prompt_seed: int | None = None
 
     def ids(self, microbatch: int) -> Ids:
         """Token ids [1, tokens], those of its sample wherever that comes again."""
@@ -194,7 +272,8 @@ class ConversationBatches:
         request, sample = self.chosen[number]
         rng = np.random.default_rng((self.seed, ORDER, number, 1))
         answer = rng.integers(self.vocabulary, size=sample.tokens - sample.prompt_tokens)
-        prompt = np.asarray(prompt_of(request, self.vocabulary, self.seed), np.int64)
+        seed = self.seed if self.prompt_seed is None else self.prompt_seed
+        prompt = np.asarray(prompt_of(request, self.vocabulary, seed), np.int64)
         return np.concatenate((prompt, answer))[None]
 
     def account(self) -> dict[str, int]:
@@ -258,6 +337,10 @@ class Finetuning(TrainingWork):
     `until_served` it ends with the last request. `tenants` ask for a job each in the place of one.
     What it trains is published as a version of the adapter `publish` behind every
     `publish_every`-th update; "": never.
+
+    From feedback (FeedbackSamples) a job learns: it trains on each sample once, in the order in
+    which they come, and makes as many updates as they fill. It learns from requests of its tenant,
+    and of the adapter that it publishes, where it has one.
     """
 
     data: Samples
@@ -279,6 +362,10 @@ class Finetuning(TrainingWork):
                 f"training.publish={self.publish}, publish_every={self.publish_every}: one job "
                 "publishes, behind every update or behind every n-th"
             )
+        if self.rate is not None and self.learns:
+            raise ValueError(
+                f"training.rate={self.rate}: feedback comes behind answers; leave rate at null"
+            )
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"training.rate={self.rate}: it must be above 0, or null for all")
         if self.num_steps is not None and self.num_steps < 1:
@@ -286,6 +373,22 @@ class Finetuning(TrainingWork):
                 f"training.num_steps={self.num_steps}: it must be at least 1, or null for once "
                 "through the samples"
             )
+
+    @property
+    def learns(self) -> bool:
+        """Whether its samples are feedback on the requests of the run."""
+        return isinstance(self.data, FeedbackSamples)
+
+    def on(self, requests: Sequence[Request], seed: int) -> Finetuning:
+        """The job in a run with these requests, whose prompts are drawn by `seed`."""
+        if not isinstance(self.data, FeedbackSamples):
+            return self
+        own = [
+            request
+            for request in requests
+            if self.tenant in ("", request.tenant) and self.publish in ("", request.adapter)
+        ]
+        return replace(self, data=self.data.on(own, seed))
 
     def each(self) -> tuple[Finetuning, ...]:
         """The job of each tenant, drawn by seeds that follow each other; itself without tenants."""
@@ -300,6 +403,12 @@ class Finetuning(TrainingWork):
     def job(self, job_id: int, num_units: int, model: str, cache: Path) -> TrainingJob:
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
         samples = self.data.samples(self.sequence_tokens, self.recipe.seed, cache)
+        if self.learns and len(samples) < self.microbatches:
+            raise ValueError(
+                f"training.microbatches={self.microbatches}: only {len(samples)} requests get "
+                "feedback; take fewer for an update, more requests or another training.data.chance"
+            )
+        steps = len(samples) / self.microbatches
         if self.rate is not None:
             rng = np.random.default_rng((self.recipe.seed, RELEASES))
             at_s = np.cumsum(rng.exponential(1 / self.rate, len(samples)))
@@ -310,7 +419,7 @@ class Finetuning(TrainingWork):
             self.arrival_ns,
             num_units,
             self.sequence_tokens,
-            num_steps=self.num_steps or math.ceil(len(samples) / self.microbatches),
+            num_steps=self.num_steps or (math.floor(steps) if self.learns else math.ceil(steps)),
             microbatches=self.microbatches,
             model=model,
             dataset=self.data.name,
@@ -320,6 +429,7 @@ class Finetuning(TrainingWork):
             tenant=self.tenant,
             publish=self.publish,
             publish_every=self.publish_every,
+            learns=self.learns,
         )
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
