@@ -69,8 +69,10 @@ class JudgedWorkload:
 
         Policies that finetune by predicted durations are quoted those of `calibration` on both.
         """
-        quoted = [f"quoted_profile={calibration}"] if self.finetunes and calibration else []
-        return (*self.settings, f"arrival.rate={rate}", *quoted)
+        from tandem.config.compose import quoted
+
+        told = [f"quoted_profile={quoted(calibration)}"] if self.finetunes and calibration else []
+        return (*self.settings, f"arrival.rate={rate}", *told)
 
 
 def main(words: Sequence[str]) -> int:

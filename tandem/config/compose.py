@@ -60,7 +60,7 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
     register_resolvers()
     if config_dir and not Path(config_dir).is_dir():
         raise Usage(f"--config-dir {config_dir}: no such folder")
-    search = [f"hydra.searchpath=[{_quoted(config_dir)}]"] if config_dir else []
+    search = [f"hydra.searchpath=[{quoted(config_dir, 'file://')}]"] if config_dir else []
     words = [*search, *overrides]
     with composing(overrides, config_dir):
         with suppress(YAMLError), libyaml():
@@ -84,10 +84,10 @@ def composed_run(words: Sequence[str]) -> tuple[KeptRun, str, Any]:
     return KeptRun(plain(cfg, overrides_of(words)), str(template["dir"])), folder, unresolved
 
 
-def _quoted(folder: str) -> str:
-    """A folder as a word of Hydra's grammar, which takes no umlauts, spaces or brackets bare."""
+def quoted(folder: str | Path, scheme: str = "") -> str:
+    """A folder as a value of Hydra's grammar, which takes no umlauts, spaces or commas bare."""
     path = str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'file://{path}'"
+    return f"'{scheme}{path}'"
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from analysis.metrics import summary
 from analysis.run import Run, load
 from tandem.cli.compare import replay_of
 from tandem.cli.errors import RunFailed
-from tandem.config.compose import composed
+from tandem.config.compose import composed, quoted
 from tandem.config.composed_config import with_absolute_paths
 from tandem.sweeps.point import point_key
 from tandem.wiring.cost import profile_hash
@@ -77,7 +77,7 @@ class Case:
     @property
     def predicted(self) -> tuple[str, ...]:
         """Settings of a simulation."""
-        return (*self.settings, f"profile={self.profile}")
+        return (*self.settings, f"profile={quoted(self.profile)}")
 
 
 def run(

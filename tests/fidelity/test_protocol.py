@@ -170,6 +170,12 @@ def test_a_capacity_of_a_machine_that_drifts_is_discarded_and_repeated(
         protocol.steady_capacity(words, (), tmp_path / "other", untold)
 
 
+@pytest.mark.parametrize("name", ["0.5,0.8", "a b", "[a]", "ä=b", "it's"])
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    case = Case("some", ("limit=2",), tmp_path / name, tmp_path)
+    assert composed([*case.predicted]).config["profile"] == str(tmp_path / name / "profile")
+
+
 def test_a_profile_that_has_grown_predicts_anew(tmp_path: Path) -> None:
     """More reruns in a folder are more replays: an earlier prediction has other costs."""
     case = Case("some", ("limit=2", "model=micro_llama"), tmp_path / "case", tmp_path)
