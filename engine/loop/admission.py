@@ -234,9 +234,7 @@ class Admission:
         self._state.give_all(job.job_id)
         self._leave(job, self._state.now_ns, "refused", answered)
 
-    def finish(
-        self, job: Job, now_ns: int, device: int, number: int, answered: Answered
-    ) -> None:
+    def finish(self, job: Job, now_ns: int, device: int, number: int, answered: Answered) -> None:
         """A job is complete with the device's plan of that number."""
         if self._frees is not None:
             self._frees.leave(device, number, job)

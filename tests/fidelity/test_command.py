@@ -299,7 +299,7 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(capsys: pytest.CaptureFixtu
 def test_a_dry_run_counts_the_capacity_of_serving_alone(tmp_path: Path) -> None:
     made = workload_of(COSERVING, "0.5", 2)
     assert made.finetunes and not workload_of(SMALL, "0.5", 2).finetunes
-    assert made.at(2.0, tmp_path)[-2:] == ("arrival.rate=2.0", f"quoted_profile={tmp_path}")
+    assert made.at(2.0, tmp_path)[-2:] == ("arrival.rate=2.0", f"quoted_profile='{tmp_path}'")
     assert workload_of(SMALL, "0.5", 2).at(2.0, tmp_path)[-1] == "arrival.rate=2.0"
     seconds = {work.name: work.each_s for work in plan_of(made)}
     assert seconds["load 50 %: measured runs"] > seconds["capacity: all requests at once"]

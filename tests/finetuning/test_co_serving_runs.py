@@ -71,7 +71,7 @@ def run_of(backend: str, words: tuple[str, ...]) -> Run:
     point = composed([*words, *f"backend={backend}".split()])
     found = run_spec_of(point)
     with backend_of(found, point.config["backend"]) as world:
-        recorder = Recorder(world.meter)
+        recorder = Recorder(world.meter, finetunes=True)
         engine_of(found, world, recorder).replay(found.work)
         job, machine = found.trainees[0].job, world.machine
         if not isinstance(machine, FinetuningMachine):

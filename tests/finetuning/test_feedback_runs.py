@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ BACKENDS = ("lockstep", "cpu", "cpu backend.clock=wall")
 def requests_of(found: Run) -> list[int]:
     """The requests that the samples of a run's job were feedback on, in the order of training."""
     job = found.spec.trainees[0].job
-    on = [found.recorder._samples[job.job_id, k].request_id for k in range(len(found.losses))]
+    begun = range(job.num_steps * job.microbatches)
+    on = [found.recorder._samples[job.job_id, k].request_id for k in begun]
     return [request for request in on if request is not None]
 
 
@@ -70,15 +72,21 @@ def test_lockstep_decides_as_a_simulation() -> None:
     assert not any(math.isnan(loss) for loss in found.losses)
 
 
+def operations(folder: Path) -> list[list[Any]]:
+    """By plan, what it does; frees are written where the engine gave memory back itself."""
+    rows = read_table(folder / "plans.parquet").to_pylist()
+    whole = [[*json.loads(row["grows"]), *json.loads(row["body"])["ops"]] for row in rows]
+    return [[op for op in ops if op[0] != "free"] for ops in whole]
+
+
 def test_a_measured_run_is_played_back(tmp_path: Path) -> None:
     """Its samples have come in an order of their own, which the log is played back with."""
     run_experiment(composed([*WORDS, "backend=cpu"]), tmp_path / "measured")
     run_experiment(composed([*WORDS]), tmp_path / "predicted")
     measured, predicted = load(tmp_path / "measured"), load(tmp_path / "predicted")
     replay_of(predicted, measured, tmp_path / "replayed", [], [])
-    rows = [read_table(tmp_path / f"{name}/plans.parquet") for name in ("measured", "replayed")]
-    assert rows[0]["body"].to_pylist() == rows[1]["body"].to_pylist()
-    assert rows[0]["grows"].to_pylist() == rows[1]["grows"].to_pylist()
+    logs = [operations(tmp_path / name) for name in ("measured", "replayed")]
+    assert logs[0] == logs[1]
     samples = read_table(tmp_path / "measured/samples.parquet").to_pylist()
     assert {row["status"] for row in samples} == {"finished"}
     assert all(row["released_ns"] <= row["start_ns"] for row in samples)
@@ -127,9 +135,9 @@ REFUSED = {
     ("trace=none",): "training=feedback learns from answered requests, and there are none",
     ("training.data.chance=0",): "training.microbatches=2: only 0 requests get feedback",
     ("training.data.chance=1.5",): "training.data.chance=1.5: it must be in [0, 1]",
-    ("training.data.chance={a: 2}",): "training.data.chance=2 of tenant a: it must be in [0, 1]",
-    ("training.data.delay_s=-1",): "training.data.delay_s=-1: it must be at least 0",
-    ("training.data.delays=x",): "training.data.delays=x: use exponential or fixed",
+    ("training.data.chance={a: 2}",): "training.data.chance=2.0 of tenant a: it must be in [0, 1]",
+    ("training.data.delay_s=-1",): "training.data.delay_s=-1.0: it must be at least 0",
+    ("training.data.delays=x",): "training.data.delays=x: there is no such choice; give exp",
     ("training.rate=3",): "training.rate=3: feedback comes behind answers",
     ("training.num_steps=50",): "50 steps of 2 samples, and feedback on",
 }

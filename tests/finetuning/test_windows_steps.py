@@ -62,9 +62,11 @@ def plainly(made: ByHand, dtype: str | None = None) -> tuple[list[float], Gradie
     return losses, {n: p.detach().clone() for n, p in own.items()}
 
 
-def made(family: str, kind: str, **fields: object) -> ByHand:
+def made(family: str, kind: str, longer: int = 0, **fields: object) -> ByHand:
+    """A job on SAMPLES, each of them `longer` by so many tokens."""
     recipe = recipe_of(family, kind, **fields)
-    return ByHand(family, recipe, SAMPLES, STEPS, MICROBATCHES)
+    samples = [sample._replace(tokens=sample.tokens + longer) for sample in SAMPLES]
+    return ByHand(family, recipe, samples, STEPS, MICROBATCHES)
 
 
 @pytest.mark.broad(4)
@@ -72,10 +74,20 @@ def made(family: str, kind: str, **fields: object) -> ByHand:
 @pytest.mark.parametrize("kind", ["lora_all", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_twenty_steps_of_sgd(family: str, kind: str, clip_norm: float | None) -> None:
-    own = made(family, kind, clip_norm=clip_norm)
-    _, weights = trained(own)
-    (_, plain), (_, exact) = plainly(own), plainly(own, "float64")
-    assert distance(weights, exact) <= 1.5 * distance(plain, exact)
+    """The weights of five trainings, as one vector, are as far from exact ones as plain torch's.
+
+    A single ratio is decided by the way in which roundings fall, and that by the processor: a llama
+    that trains in full, without clipping, had 0.90 to 1.64 on one, and together 1.19.
+    """
+    squares = [0.0, 0.0]
+    for longer in range(5):
+        own = made(family, kind, longer, clip_norm=clip_norm, seed=longer)
+        _, weights = trained(own)
+        (_, plain), (_, exact) = plainly(own), plainly(own, "float64")
+        squares = [
+            s + distance(w, exact) ** 2 for s, w in zip(squares, (weights, plain), strict=True)
+        ]
+    assert squares[0] ** 0.5 <= 1.5 * squares[1] ** 0.5
 
 
 @pytest.mark.broad(2)

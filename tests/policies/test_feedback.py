@@ -32,6 +32,7 @@ from tests.support.jumps import both_replayed, both_simulated, simulated
 from tests.support.replays import Replay, random_requests, replay
 from tests.training.training_jobs import device
 from traces.serving.request import Request, Sample, TrainingJob
+from traces.training.recipe import Recipe
 
 MS = 10**6
 COST = Roofline(device("cpu"), SPEC, PAGE.tokens)
@@ -133,12 +134,10 @@ def test_spared_questions_change_nothing(name: str, memory: Any) -> None:
     for seed in range(6):
         requests = random_requests(seed, 20, rate=(None, 400.0)[seed % 2])
         job = learning_job(requests, seed, microbatches=1 + seed % 2, until_served=seed % 3 == 0)
-        pages = (180, 400)[seed % 2]
+        pages = (300, 500)[seed % 2]  # the longest samples need 280
         how = {"pages": pages, "layout": layout_of_jobs([job], pages), "page": PAGE}
         found: list[Request | TrainingJob] = [*requests, job]
-        fast, slow = both_simulated(
-            policy, found, COST, host_pages=200, depth=1 + seed % 3, **how
-        )
+        fast, slow = both_simulated(policy, found, COST, host_pages=200, depth=1 + seed % 3, **how)
         spared += slow.asked - fast.asked
         both_replayed(policy, found, noise=0.4, seed=seed, depth=1 + seed % 2, **how)[0].check()
     assert spared > 50
@@ -166,9 +165,15 @@ def test_feedback_may_come_before_its_job() -> None:
     requests = random_requests(4, 12)
     samples = feedback(requests, 1)
     longest = max([sample.tokens for sample in samples])
-    given = {"samples": tuple(samples), "num_steps": len(samples), "learns": True}
     job = TrainingJob(
-        1000, 10**9, SPEC.num_layers + 2, longest, recipe=finetuning_job(1, samples).recipe, **given
+        1000,
+        10**9,
+        SPEC.num_layers + 2,
+        longest,
+        num_steps=len(samples),
+        recipe=Recipe(lora_rank=4),
+        samples=tuple(samples),
+        learns=True,
     )
     rows = recorded(requests, job)["samples"]
     assert len(rows) == len(samples) and {row["released_ns"] for row in rows} == {10**9}

@@ -30,7 +30,8 @@ def training(name: str, *overrides: str) -> Training:
 
 def test_every_option_has_a_line_on_it() -> None:
     found = {**options("training"), **options("training/recipe")}
-    assert set(found) == {"none", "random", "sample", "text", "finetune", "adamw", "lora", "sgd"}
+    trains = {"none", "random", "sample", "text", "finetune", "feedback"}
+    assert set(found) == trains | {"adamw", "lora", "sgd"}
     assert all(found.values())
 
 
