@@ -53,6 +53,7 @@ class TrainingProgress:
         "_backward",
         "_forward",
         "_tasks",
+        "_trained",
         "_updated",
         "_windows",
         "first",
@@ -77,6 +78,7 @@ class TrainingProgress:
     _backward: dict[int, list[int]]
     _windows: dict[int, list[tuple[int, Sequence[int]]]]  # microbatch -> first token, units
     _tasks: tuple[TrainingTask, ...]
+    _trained: int  # all microbatches before it are trained
 
     def __init__(
         self, spec: TrainingJob, layout: TrainingLayout | None = None, recorded_tokens: int = 0
@@ -100,6 +102,7 @@ class TrainingProgress:
         object.__setattr__(self, "_backward", {})
         object.__setattr__(self, "_windows", {})
         object.__setattr__(self, "_tasks", self._of_one_step())
+        object.__setattr__(self, "_trained", 0)
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_write(f"{name} of training job {self.spec.job_id}")
@@ -200,6 +203,14 @@ class TrainingProgress:
             self._windows.setdefault(microbatch, []).append((done[units[0]], units))
         for unit in units:
             list.__setitem__(done, unit, done[unit] + tokens)
+        if not is_forward:
+            self._count_trained(self._trained)
+
+    def _count_trained(self, first: int) -> None:
+        """Counts the microbatches of the step that are trained, from one on."""
+        while first < self.microbatches.stop and self.is_trained(first):
+            first += 1
+        object.__setattr__(self, "_trained", first)
 
     def _forget(self) -> None:
         """Starts the microbatches under way anew, without the activations that serving kept.
@@ -212,6 +223,7 @@ class TrainingProgress:
         for done in progress:
             for microbatch in [k for k in done if k not in stays]:
                 del done[microbatch]
+        self._count_trained(self.first_microbatch)
 
     def version(self, unit: int) -> int:
         """The version of a unit's weights: the number of their updates that are issued.
@@ -255,10 +267,7 @@ class TrainingProgress:
     @property
     def sample(self) -> int | None:
         """The microbatch whose sample a finetuning job is at; None where updates are due."""
-        for microbatch in self.microbatches:
-            if not self.is_trained(microbatch):
-                return microbatch
-        return None
+        return self._trained if self._trained < self.microbatches.stop else None
 
     @property
     def has_work(self) -> bool:
@@ -290,6 +299,7 @@ class TrainingProgress:
                 self._backward.pop(microbatch, None)
                 self._windows.pop(microbatch, None)
             object.__setattr__(self, "step", self.step + 1)
+            self._count_trained(max(self._trained, self.first_microbatch))
         return self.step > before
 
     def _is_done(self) -> bool:

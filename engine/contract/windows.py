@@ -14,7 +14,7 @@ window's forward until the unit's backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -258,6 +258,45 @@ class _Window(NamedTuple):
     offloaded: tuple[tuple[int, Firsts], ...] = ()
 
 
+class _UnitPlaces(NamedTuple):
+    """The places of units that are those of every window.
+
+    `kept` has unit, bytes per token and place of what stays on the device; None: one per window.
+    """
+
+    kept: tuple[tuple[int, int, Place | None], ...]
+    weights: tuple[Place, ...]
+    summed: tuple[tuple[Place, int], ...]  # gradients of the sample that the launch adds to
+    sums: tuple[Place, ...]  # where gradients of the sample are
+    added: tuple[tuple[Place, int], ...]  # sums of the step, to which a complete sample is added
+
+
+@lru_cache(maxsize=FOOTPRINTS)
+def _unit_places(
+    job_id: int, layout: TrainingLayout, units: range, is_forward: bool, is_alone: bool, device: int
+) -> _UnitPlaces:
+    """`is_alone`: a step has one sample, whose gradients go to the sum of the step at once."""
+    own, chunks, kept_bytes = layout.units, layout.chunks, windows_of(layout).kept
+    found = list[tuple[int, int, Place | None]]()
+    for unit in units:
+        if unit >= layout.first and (nbytes := kept_bytes[unit]):
+            is_away = offloads(layout, unit)
+            found.append((unit, nbytes, None if is_away else kept(job_id, unit, device=device)))
+    read = dict.fromkeys([c for u in units for c in own[u].chunks])
+    weights = tuple([weight(job_id, c, device=device) for c in read])
+    step = {c: gradient(job_id, c, device=device) for c in layout.trained_by}
+    sums = step if is_alone else {c: sample_gradient(job_id, c, device) for c in step}
+    trains = (layout.num_units - 1,) if is_forward else units  # the head adds with its forward
+    trained = dict.fromkeys([c for u in trains for c in own[u].trained])
+    return _UnitPlaces(
+        tuple(found),
+        weights,
+        tuple([(sums[c], chunks[c].gradient_bytes) for c in trained]),
+        tuple(sums.values()),
+        () if is_alone else tuple([(step[c], chunks[c].gradient_bytes) for c in step]),
+    )
+
+
 @lru_cache(maxsize=FOOTPRINTS)
 def _footprint(
     job_id: int,
@@ -267,141 +306,104 @@ def _footprint(
     page: PageSize,
     device: int,
 ) -> WindowFootprint:
-    maker = _Maker(job_id, layout, window, is_alone, page, device)
+    """The footprint of a launch; policies ask for it, and the check of their plan again."""
     if window.work is Work.UPDATE:
-        return maker.update()
-    return maker.forward() if window.work is Work.FORWARD else maker.backward()
+        return _of_update(job_id, layout, window.units, is_alone, device)
+    is_forward = window.work is Work.FORWARD
+    places = _unit_places(job_id, layout, window.units, is_forward, is_alone, device)
+    make = _of_forward if is_forward else _of_backward
+    return make(job_id, layout, window, places, page, device)
 
 
-class _Maker:
-    """Names the places of one launch; `is_alone`: a step has one sample."""
+def _of_forward(
+    job_id: int,
+    layout: TrainingLayout,
+    window: _Window,
+    places: _UnitPlaces,
+    page: PageSize,
+    device: int,
+) -> WindowFootprint:
+    """A window forward: its pages grow, and what the units keep; the head makes its loss."""
+    own, context, tokens = windows_of(layout), window.context, window.tokens
+    end, pages, goes = context + tokens, kv_place(job_id, device=device), list[Place]()
+    sizes = [(pages, page.bytes_for(end))]
+    for unit, nbytes, place in places.kept:
+        if place is None:
+            goes.append(kept(job_id, unit, device=device, first=context))
+            sizes.append((goes[-1], tokens * nbytes))
+        else:
+            sizes.append((place, end * nbytes))
+    if window.units.stop == layout.num_units:
+        sizes.append((hidden_gradient(job_id, device=device), end * own.hidden))
+        sizes += places.summed
+    frees = list[Place]()
+    if window.rows:
+        frees.append(workspace(job_id, device=device))
+        sizes.append((frees[0], own.backward.of_loss(window.rows)))
+    written = tuple([place for place, _ in sizes])
+    reads = (*places.weights, pages) if context else places.weights
+    return WindowFootprint(reads, written, tuple(sizes), tuple(frees), goes=tuple(goes))
 
-    def __init__(
-        self,
-        job_id: int,
-        layout: TrainingLayout,
-        window: _Window,
-        is_alone: bool,
-        page: PageSize,
-        device: int,
-    ) -> None:
-        self._id, self._layout, self._bytes = job_id, layout, windows_of(layout)
-        self._work, self._units, self._tokens, self._context, self._total, *_ = window
-        self._rows, self._offloaded = window.rows, dict(window.offloaded)
-        self._is_alone, self._page, self._device = is_alone, page, device
 
-    def forward(self) -> WindowFootprint:
-        """A window forward: its pages grow, and what the units keep; the head makes its loss."""
-        end, at, units = self._context + self._tokens, self._device, self._units
-        sizes = [(kv_place(self._id, device=at), self._page.bytes_for(end))]
-        goes = list[Place]()
-        for unit in units:
-            nbytes = self._bytes.kept[unit] if unit >= self._layout.first else 0
-            if offloads(self._layout, unit):
-                goes.append(kept(self._id, unit, device=at, first=self._context))
-                sizes.append((goes[-1], self._tokens * nbytes))
-            elif nbytes:
-                sizes.append((kept(self._id, unit, device=at), end * nbytes))
-        if units.stop == self._layout.num_units:
-            sizes.append((hidden_gradient(self._id, device=at), end * self._bytes.hidden))
-            sizes += self._summed()
-        frees = list[Place]()
-        if self._rows:
-            work_bytes = self._bytes.backward.of_loss(self._rows)
-            sizes.append((workspace(self._id, device=at), work_bytes))
-            frees.append(workspace(self._id, device=at))
-        written = tuple([place for place, _ in sizes])
-        before = (kv_place(self._id, device=at),) if self._context else ()
-        reads = (*self._weights(), *before)
-        return WindowFootprint(reads, written, tuple(sizes), tuple(frees), goes=tuple(goes))
+def _of_backward(
+    job_id: int,
+    layout: TrainingLayout,
+    window: _Window,
+    places: _UnitPlaces,
+    page: PageSize,
+    device: int,
+) -> WindowFootprint:
+    """A window back: gradients of its units, and of the keys and values before it."""
+    _, units, tokens, context, total, _, offloaded = window
+    is_first, is_last = context + tokens == total, context == 0
+    firsts, own, comes = dict(offloaded), list[Place](), list[Place]()
+    for unit, _, place in places.kept:
+        if place is None:
+            away = [kept(job_id, unit, device=device, first=at) for at in firsts.get(unit, ())]
+            comes += away
+            own += away
+        else:
+            own.append(place)
+    passed, kv = hidden_gradient(job_id, device=device), kv_place(job_id, device=device)
+    keys = page.count(total) * page.tokens
+    work = workspace(job_id, device=device)
+    sizes = [*places.summed, (work, windows_of(layout).backward.of(units, tokens, keys))]
+    reads, frees = [*places.weights, *own, kv, passed], [work]
+    if not (is_first and is_last):  # the sums of a unit begin with its first window
+        sums = kv_gradient(job_id, units.start, device=device)
+        sizes.append((sums, total * windows_of(layout).kv_gradient))
+        reads += [] if is_first else [sums]
+        frees += [sums] if is_last else []
+    frees += own if is_last else []
+    written = [place for place, _ in sizes] + [passed]
+    if is_last and units.start == layout.first:
+        frees += [kv, passed]
+        sizes += places.added
+        written += [place for place, _ in places.added]
+        of_sample = places.sums if places.added else ()
+        reads += [place for place in of_sample if place not in written]
+        frees += of_sample
+    made = (tuple(reads), tuple(written), tuple(sizes), tuple(frees))
+    return WindowFootprint(*made, comes=tuple(comes))
 
-    def backward(self) -> WindowFootprint:
-        """A window back: gradients of its units, and of the keys and values before it."""
-        at, tokens, units, first = self._device, self._tokens, self._units, self._layout.first
-        total = self._total
-        is_first, is_last = self._context + tokens == total, self._context == 0
-        keeps = [u for u in units if self._bytes.kept[u]]
-        given = (self._id, self._layout)
-        own = [place for u in keeps for place in _kept_in(*given, u, self._offloaded, at)]
-        comes = [place for place in own if offloads(self._layout, place.region.part)]
-        passed, kv = hidden_gradient(self._id, device=at), kv_place(self._id, device=at)
-        keys = self._page.count(total) * self._page.tokens
-        work_bytes = self._bytes.backward.of(units, tokens, keys)
-        sizes, reads = self._summed(), [*self._weights(), *own, kv, passed]
-        frees = list[Place]()
-        sizes.append((workspace(self._id, device=at), work_bytes))
-        frees.append(workspace(self._id, device=at))
-        if not (is_first and is_last):  # the sums of a unit begin with its first window
-            sums = kv_gradient(self._id, units.start, device=at)
-            sizes.append((sums, total * self._bytes.kv_gradient))
-            reads += [] if is_first else [sums]
-            frees += [sums] if is_last else []
-        frees += own if is_last else []
-        written = [place for place, _ in sizes] + [passed]
-        if is_last and units.start == first:
-            frees += [kv, passed]
-            added = self._added()
-            sizes += added
-            written += [place for place, _ in added]
-            of_sample = self._sums() if added else []
-            reads += [place for place in of_sample if place not in written]
-            frees += of_sample
-        made = (tuple(reads), tuple(written), tuple(sizes), tuple(frees))
-        return WindowFootprint(*made, comes=tuple(comes))
 
-    def update(self) -> WindowFootprint:
-        """The update of all chunks: no launch finds some of them old."""
-        at, chunks = self._device, self._layout.chunks
-        sizes, sums = list[tuple[Place, int]](), list[Place]()
-        for c in self._units:
-            chunk = chunks[c]
-            sums.append(gradient(self._id, c, device=at))
-            sizes.append((weight(self._id, c, device=at), chunk.weight_bytes))
-            if chunk.optimizer_bytes:
-                sizes.append((optimizer(self._id, c, device=at), chunk.optimizer_bytes))
-        work = workspace(self._id, device=at)
-        work_bytes = max([chunks[c].update_bytes for c in self._units])
-        frees = sums if self._is_alone else []  # else they stay, as states
-        frees = [*frees, *([work] if work_bytes else [])]
-        sizes += [(work, work_bytes)] if work_bytes else []
-        written = tuple([place for place, _ in sizes])
-        return WindowFootprint(tuple(sums), written, tuple(sizes), tuple(frees))
-
-    # ---- places
-    def _weights(self) -> tuple[Place, ...]:
-        units = self._layout.units
-        chunks = dict.fromkeys([c for u in self._units for c in units[u].chunks])
-        return tuple([weight(self._id, c, device=self._device) for c in chunks])
-
-    def _trained(self) -> Iterable[int]:
-        """Chunks to whose gradients these units add; the head adds with its forward."""
-        head = self._layout.num_units - 1
-        units = (head,) if self._work is Work.FORWARD else self._units
-        return dict.fromkeys([c for u in units for c in self._layout.units[u].trained])
-
-    def _summed(self) -> list[tuple[Place, int]]:
-        """Gradients of the sample that the launch adds to."""
-        chunks = self._layout.chunks
-        return [(self._sum(c), chunks[c].gradient_bytes) for c in self._trained()]
-
-    def _sum(self, chunk: int) -> Place:
-        """Where gradients of the sample are: in the step's sum, if that has no other sample."""
-        if self._is_alone:
-            return gradient(self._id, chunk, device=self._device)
-        return sample_gradient(self._id, chunk, self._device)
-
-    def _sums(self) -> list[Place]:
-        return [self._sum(c) for c in self._layout.trained_by]
-
-    def _added(self) -> list[tuple[Place, int]]:
-        """The sums of the step, to which a complete sample is added."""
-        if self._is_alone:
-            return []
-        chunks = self._layout.chunks
-        return [
-            (gradient(self._id, c, device=self._device), chunks[c].gradient_bytes)
-            for c in self._layout.trained_by
-        ]
+def _of_update(
+    job_id: int, layout: TrainingLayout, numbers: range, is_alone: bool, device: int
+) -> WindowFootprint:
+    """The update of all chunks: no launch finds some of them old."""
+    sizes, sums, chunks = list[tuple[Place, int]](), list[Place](), layout.chunks
+    for c in numbers:
+        sums.append(gradient(job_id, c, device=device))
+        sizes.append((weight(job_id, c, device=device), chunks[c].weight_bytes))
+        if chunks[c].optimizer_bytes:
+            sizes.append((optimizer(job_id, c, device=device), chunks[c].optimizer_bytes))
+    work = workspace(job_id, device=device)
+    work_bytes = max([chunks[c].update_bytes for c in numbers])
+    frees = sums if is_alone else []  # else they stay, as states
+    frees = [*frees, *([work] if work_bytes else [])]
+    sizes += [(work, work_bytes)] if work_bytes else []
+    written = tuple([place for place, _ in sizes])
+    return WindowFootprint(tuple(sums), written, tuple(sizes), tuple(frees))
 
 
 def last_use_in_sample(place: Place, training: TrainingProgress) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import le
 
 import numpy as np
 import numpy.typing as npt
@@ -163,14 +164,13 @@ class BackwardBytes:
         Returns:
             Bytes at its peak, where the sample went forward in several windows.
         """
-        gradient_bytes = self.spec.hidden_size * DTYPE_BYTES[self.recipe.dtype]
+        gradient_bytes = self._gradient_bytes
         found = [keys * gradient_bytes]  # parts of the gradient that comes in become one
         if units.stop > 1:
             passed = tokens * gradient_bytes if len(units) > 1 else 0  # from layer to layer
-            found.append(known_backward_bytes(self.spec, self.recipe, tokens, keys) + passed)
+            found.append(self._of_layer(tokens, keys) + passed)
         if not units.start:
-            tables = _table_bytes(self.spec, self.recipe)
-            found.append(tables + 2 * tokens * gradient_bytes)
+            found.append(self._table_bytes + 2 * tokens * gradient_bytes)
         return max(found)
 
     def of_loss(self, rows: int) -> int:
@@ -182,10 +182,57 @@ class BackwardBytes:
         Returns:
             Bytes at its peak; 0 without a row.
         """
-        return known_loss_bytes(self.spec, self.recipe, rows) if rows else 0
+        if not rows:
+            return 0
+        return max([fixed + by_row * rows for fixed, by_row in self._loss_terms])
+
+    def _of_layer(self, tokens: int, keys: int) -> int:
+        if keys < tokens:
+            return known_backward_bytes(self.spec, self.recipe, tokens, keys)
+        terms = self._cut_terms if keys > tokens else self._whole_terms
+        pairs = tokens * keys
+        return max([one + t * tokens + k * keys + p * pairs for one, t, k, p in terms])
+
+    # Policies ask for workspace at each step: what windows have in common is kept, and hashes of
+    # models and recipes would take longer than the sums.
+    @cached_property
+    def _gradient_bytes(self) -> int:
+        return self.spec.hidden_size * DTYPE_BYTES[self.recipe.dtype]
+
+    @cached_property
+    def _table_bytes(self) -> int:
+        return _table_bytes(self.spec, self.recipe)
+
+    @cached_property
+    def _cut_terms(self) -> list[tuple[int, ...]]:
+        return largest_terms(_live_terms(self.spec, self.recipe, True, True))
+
+    @cached_property
+    def _whole_terms(self) -> list[tuple[int, ...]]:
+        return largest_terms(_live_terms(self.spec, self.recipe, False, True))
+
+    @cached_property
+    def _loss_terms(self) -> list[tuple[int, ...]]:
+        return largest_terms(_loss_terms(self.spec, self.recipe))
 
 
-@lru_cache(maxsize=1 << 12)
+def largest_terms(terms: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """The rows that may make the largest sum, whatever counts they are multiplied with.
+
+    Args:
+        terms: [rows, counts], bytes by count; counts are 0 or more.
+
+    Returns:
+        Rows without those that are nowhere larger than another one.
+    """
+    rows = [tuple(map(int, row)) for row in np.unique(terms, axis=0)]
+    return [
+        row
+        for row in rows
+        if not any(other != row and all(map(le, row, other)) for other in rows)
+    ]
+
+
 def known_loss_bytes(spec: ModelSpec, recipe: Recipe, rows: int) -> int:
     """Workspace of the loss of so many rows, and of its backward as far as the head's input.
 
@@ -197,6 +244,21 @@ def known_loss_bytes(spec: ModelSpec, recipe: Recipe, rows: int) -> int:
     Returns:
         Bytes at the peak, beside hidden states.
     """
+    return max(_played_loss(spec, recipe, rows))
+
+
+def _loss_terms(spec: ModelSpec, recipe: Recipe) -> npt.NDArray[np.int64]:
+    """Bytes live behind each allocation of a loss, as terms of 1 and rows; see `_live_terms`."""
+    sizes = (16, 32)
+    lives = np.array([_played_loss(spec, recipe, rows) for rows in sizes])
+    known = np.array([(1, rows) for rows in sizes])
+    found = np.rint(np.linalg.solve(known, lives)).astype(np.int64).T
+    assert (found @ known.T == lives.T).all(), "bytes grow by whole ones"
+    return found
+
+
+def _played_loss(spec: ModelSpec, recipe: Recipe, rows: int) -> Sequence[int]:
+    """Bytes live behind each allocation of a loss and its backward, by a tape."""
     tape = Tape()
     parameters, units = model_parameters(spec, recipe)
     job = TrainingJob(0, 0, spec.num_layers + 2, max(2, rows), recipe=recipe)
@@ -207,8 +269,9 @@ def known_loss_bytes(spec: ModelSpec, recipe: Recipe, rows: int) -> int:
     loss = op.copy(tape, run.head(hidden))  # over the labels, then over the samples of a step
     del loss
     tape.backward(tape.storage(op.WIDE_BYTES))
+    lives = tape.history
     del labels
-    return tape.peak_bytes
+    return lives
 
 
 @lru_cache(maxsize=16)

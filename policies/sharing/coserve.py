@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from engine.contract.job import Job, TrainingProgress, layout_of
@@ -474,9 +474,10 @@ class HeldSamples:
         for place, size in own.items():
             nbytes[place.pool] += size
         free = dict(view.free_bytes) | {p: view.free_bytes[p] + n for p, n in nbytes.items()}
-        shown = replace(view, held_bytes=Without(view.held_bytes, own.keys()), free_bytes=free)
+        held = Without(view.held_bytes, own.keys())
+        shown = side_of(view, trains=False, held_bytes=held, free_bytes=free)
         share = {pool: plan.room(pool) + count for pool, count in nbytes.items()}
-        return side_of(shown, trains=False), plan.within(share, self._make_room)
+        return shown, plan.within(share, self._make_room)
 
     def give_way_to(self, job: Job) -> None:
         """Has the sample of the last job begin anew, if that came behind another.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.contract.plan import Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
@@ -202,15 +203,16 @@ class WithoutKv:
         return self.whole.mean_ns(job_id, unit)
 
 
-def side_of(view: View, trains: bool) -> View:
+def side_of(view: View, trains: bool, **changed: Any) -> View:
     """A view of the jobs that train, or of those that are served.
 
     Args:
         view: the view of the device.
         trains: whether the side is training's.
+        changed: other facts of the view.
 
     Returns:
-        The view with the jobs of that side alone; memory is that of both.
+        The view with the jobs of that side alone; memory is that of both, unless it is changed.
     """
     return replace(
         view,
@@ -218,6 +220,7 @@ def side_of(view: View, trains: bool) -> View:
         training=view.training if trains else (),
         waiting=[job for job in view.waiting if (job.training is not None) is trains],
         running=None if trains else view.running,
+        **changed,
     )
 
 

@@ -153,8 +153,9 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         """A window back, on the pages that its forward has filled; the plan may free them."""
         start, tokens, packer = piece.context_tokens, piece.tokens, self.serving.packer
         count = -(-(start + tokens) // packer.page_tokens)
-        pages = packer.transcripts[own.job.job_id].pages[:count]
-        return SampleWindow(own.microbatch, _sample_of(own), start, tokens, torch.tensor(pages))
+        pages = packer.transcripts[own.job.job_id].pages[:count]  # a copy, which stays
+        table = torch.frombuffer(pages, dtype=torch.int64)
+        return SampleWindow(own.microbatch, _sample_of(own), start, tokens, table)
 
     # ---- the work
     def execute(self, prepared: Prepared | PreparedWindows) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import gc
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,12 @@ from engine.contract.layout import Mode
 from engine.contract.regions import Kind, Tier
 from models.training import tape_known
 from models.training.kept import kept_token_bytes
-from models.training.tape_known import BackwardBytes, known_backward_bytes
+from models.training.tape_known import (
+    BackwardBytes,
+    known_backward_bytes,
+    known_loss_bytes,
+    largest_terms,
+)
 from runtime.finetuning.finetuner import SampleWindow
 from runtime.finetuning.model import FinetunedModel
 from runtime.measure.tracker import StorageTracker, storage_bytes
@@ -197,3 +203,28 @@ def test_a_window_of_any_size_peaks_where_its_tape_does(name: str, recipe: Recip
         copied = rng.random() < 0.5
         found = tape_known.known_backward_bytes(spec, recipe, tokens, keys, copied)
         assert found == max(tape_known._played(spec, recipe, tokens, keys, copied))
+
+
+@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_terms_of_workspace_are_the_tapes(family: str, kind: str) -> None:
+    """What a policy is told at each step is what a tape finds, window by window."""
+    spec, recipe = FAMILIES[family], recipe_of(family, kind)
+    told = BackwardBytes(spec, recipe)
+    for rows in (1, 2, 5, 16, 33, 300):
+        assert told.of_loss(rows) == known_loss_bytes(spec, recipe, rows)
+    assert told.of_loss(0) == 0
+    passed = spec.hidden_size * 4  # of a token, in float32
+    for tokens, keys in [(1, 1), (1, 64), (7, 64), (64, 64), (16, 400), (300, 304), (80, 64)]:
+        found = max(keys * passed, known_backward_bytes(spec, recipe, tokens, keys))
+        assert told.of(range(2, 3), tokens, keys) == found
+
+
+def test_terms_that_are_never_the_largest_are_left_out() -> None:
+    rng = random.Random(0)
+    terms = np.array([[rng.randint(0, 9) for _ in range(4)] for _ in range(40)])
+    kept = np.array(largest_terms(terms))
+    assert 0 < len(kept) < len(terms)
+    for _ in range(500):
+        counts = np.array([1, *[rng.randint(0, 50) for _ in range(3)]])
+        assert (kept @ counts).max() == (terms @ counts).max()
