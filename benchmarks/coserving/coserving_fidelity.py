@@ -100,7 +100,7 @@ def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterat
         listed = ",".join(map(str, loads))
         words += [f"--load={listed}", f"--reruns={reruns}"]
         say(f"{policy}: tandem fidelity {' '.join(words)}")
-        folder = root / f"{policy}@{listed}"
+        folder = root / policy  # more loads go on in it
         code = tandem(["fidelity", *words, f"--out={folder}"])
         if code > 128:
             raise SystemExit(code)
