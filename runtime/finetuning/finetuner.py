@@ -33,6 +33,9 @@ from traces.serving.request import Sample, TrainingJob
 from traces.training.batches import Batches
 
 
+DRAWN = 32  # samples whose ids are drawn at once
+
+
 class SampleWindow(NamedTuple):
     """Tokens [start, start + tokens) of the sample of a microbatch, and the pages of their job."""
 
@@ -93,8 +96,9 @@ class Finetuner:
         self._at = {p: i for chunk in self._states.chunks for i, p in enumerate(chunk)}
         self._losses = torch.full((job.num_steps * job.microbatches,), torch.nan)
         self._so_far = torch.zeros(())  # loss of the sample under way
-        self._ids: tuple[int, Tensor] = (-1, torch.empty(0))
-        self._number = {sample.request: i for i, sample in enumerate(job.samples)}  # of feedback
+        self._ids: Mapping[int, Tensor] = {}  # by microbatch
+        rows = enumerate(job.samples)
+        self._number = {s.request: i for i, s in rows if s.request is not None}  # of feedback
 
     def begin(self) -> None:
         """Takes the memory that is the job's from the start: the sums of steps of many samples."""
@@ -105,13 +109,20 @@ class Finetuner:
 
     # ---- windows forward
     def ids(self, microbatch: int, sample: Sample) -> Tensor:
-        """Token ids of a sample, [1, tokens]. Safe to call from several threads."""
-        found = self._ids  # read once: the engine's thread may be at the next sample already
-        if found[0] != microbatch:
-            number = microbatch if sample.request is None else self._number[sample.request]
-            found = microbatch, torch.tensor(self._batches.ids(number), dtype=torch.int64)
-            self._ids = found
-        return found[1]
+        """Token ids of a sample, [1, tokens]. Safe to call from several threads.
+
+        Those of the next samples are drawn with them: code that was not run for long runs slowly.
+        """
+        known = self._ids  # read once: the engine's thread may be at the next sample already
+        if (found := known.get(microbatch)) is not None:
+            return found
+        ahead = {k: k for k in range(microbatch, microbatch + DRAWN)}
+        if sample.request is not None:  # which samples follow is not known yet
+            ahead = {microbatch: self._number[sample.request]}
+        drawn = {k: torch.from_numpy(self._batches.ids(number)) for k, number in ahead.items()}
+        recent = {k: ids for k, ids in known.items() if k >= microbatch - 1}
+        self._ids = recent | drawn
+        return drawn[microbatch]
 
     @torch.no_grad()
     def forward(self, window: SampleWindow, slots: Tensor) -> None:

@@ -186,10 +186,11 @@ def main(words: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--no-largest", action="store_true", help="do not look for larger models")
+    parser.add_argument("--config-dir", help="a folder of your own yaml files")
     about = "as for tandem run, or KEY=a,b,c as for tandem sweep"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
-    chosen = parser.parse_args(words)
-    grid = grid_of([*with_axes(chosen.overrides), "backend=sim"])
+    chosen = parser.parse_intermixed_args(words)
+    grid = grid_of([*with_axes(chosen.overrides), "backend=sim"], chosen.config_dir)
     if grid.axes:
         return tell(grid)
     (point,) = grid.points()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,21 @@ def test_it_tells_step_peaks_and_the_largest_model(capsys: pytest.CaptureFixture
     told = capsys.readouterr().out
     heads = [line.partition(":")[0] for line in told.splitlines()]
     assert heads == ["fits", "step", "time", "device peak", "host peak", "largest of this width"]
+
+
+def test_a_model_of_the_users_own_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = Path(str(files("conf"))) / "model/micro_llama.yaml"
+    (tmp_path / "model").mkdir()
+    text = shipped.read_text(encoding="utf-8").replace("micro_llama", "mine")
+    (tmp_path / "model/mine.yaml").write_text(text, encoding="utf-8")
+    words = [word.replace("micro_llama", "mine") for word in ZERO3]
+    words += ["budget.host_bytes=20000000", "--no-largest"]
+    assert main(["plan", "--config-dir", str(tmp_path), *words]) == 0
+    assert capsys.readouterr().out.startswith("fits: mine, ")
+    several = [*words[:-2], "budget.host_bytes=1000000,20000000"]
+    assert main(["plan", *several, "--config-dir", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("policy", ["patrickstar", "train_lru", "zero_offload"])
