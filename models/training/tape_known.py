@@ -227,9 +227,7 @@ def largest_terms(terms: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
     """
     rows = [tuple(map(int, row)) for row in np.unique(terms, axis=0)]
     return [
-        row
-        for row in rows
-        if not any(other != row and all(map(le, row, other)) for other in rows)
+        row for row in rows if not any(other != row and all(map(le, row, other)) for other in rows)
     ]
 
 
