@@ -32,7 +32,6 @@ from runtime.training.store import RegionStore, present, typed
 from traces.serving.request import Sample, TrainingJob
 from traces.training.batches import Batches
 
-
 DRAWN = 32  # samples whose ids are drawn at once
 
 
