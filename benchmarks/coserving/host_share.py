@@ -9,8 +9,8 @@ policies the worst. `slo` is quoted durations by the device's roofline.
 A plan takes the host one to two milliseconds, whatever the model. What share that is depends on the
 launches: those of GPT-2, the smallest published model here, to which the bar is held, take 50 to
 130 ms a plan on this CPU. tiny_llama is printed beside: its launches take 5 to 13 ms, and serving
-alone is beyond 5 % already. So is the share that the host would have beside launches of 32.6 ms, FlexLLM's
-shortest published time per output token.
+alone is beyond 5 % already. So is the share that the host would have beside launches of 32.6 ms,
+FlexLLM's shortest published time per output token.
 """
 
 from __future__ import annotations

@@ -205,18 +205,18 @@ class BackwardBytes:
 
     @cached_property
     def _cut_terms(self) -> list[tuple[int, ...]]:
-        return largest_terms(_live_terms(self.spec, self.recipe, True, True))
+        return undominated_terms(_live_terms(self.spec, self.recipe, True, True))
 
     @cached_property
     def _whole_terms(self) -> list[tuple[int, ...]]:
-        return largest_terms(_live_terms(self.spec, self.recipe, False, True))
+        return undominated_terms(_live_terms(self.spec, self.recipe, False, True))
 
     @cached_property
     def _loss_terms(self) -> list[tuple[int, ...]]:
-        return largest_terms(_loss_terms(self.spec, self.recipe))
+        return undominated_terms(_loss_terms(self.spec, self.recipe))
 
 
-def largest_terms(terms: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
+def undominated_terms(terms: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
     """The rows that may make the largest sum, whatever counts they are multiplied with.
 
     Args:

@@ -19,7 +19,7 @@ from models.training.tape_known import (
     BackwardBytes,
     known_backward_bytes,
     known_loss_bytes,
-    largest_terms,
+    undominated_terms,
 )
 from runtime.finetuning.finetuner import SampleWindow
 from runtime.finetuning.model import FinetunedModel
@@ -223,7 +223,7 @@ def test_terms_of_workspace_are_the_tapes(family: str, kind: str) -> None:
 def test_terms_that_are_never_the_largest_are_left_out() -> None:
     rng = random.Random(0)
     terms = np.array([[rng.randint(0, 9) for _ in range(4)] for _ in range(40)])
-    kept = np.array(largest_terms(terms))
+    kept = np.array(undominated_terms(terms))
     assert 0 < len(kept) < len(terms)
     for _ in range(500):
         counts = np.array([1, *[rng.randint(0, 50) for _ in range(3)]])
