@@ -162,7 +162,7 @@ def _classes(points: pd.DataFrame) -> HtmlTable:
 def _failed(runs: pd.DataFrame) -> HtmlTable:
     left = runs[runs["status"].ne("ok")]
     rows = [
-        [Cell(_point(row["overrides"])), Cell(str(row["status"])), Cell(_short(row["error"]))]
+        [Cell(_point(row["overrides"])), Cell(str(row["status"])), Cell(_whole(row["error"]))]
         for _, row in left.iterrows()
     ]
     return HtmlTable("Points without a result", "", ["point", "status", "why"], rows)
@@ -187,9 +187,8 @@ def _point(overrides: str) -> str:
     return " ".join(json.loads(overrides))
 
 
-def _short(error: object) -> str:
-    text = " ".join(str(error or "-").split())
-    return text if len(text) <= 160 else text[:160] + " ..."
+def _whole(error: object) -> str:
+    return " ".join(str(error or "-").split())
 
 
 def _facts(points: pd.DataFrame) -> Facts:

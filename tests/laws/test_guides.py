@@ -28,6 +28,7 @@ from policies.kv.paged_swap import PagedSwap
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.sharing.coserve import CoMemory
 from tandem.cli.__main__ import main
+from tandem.cli.collect import COLUMNS
 from tests.policies.finetuning_jobs import PAGE, layout_of_jobs, random_job
 from tests.support.blocks import (
     KINDS,
@@ -319,6 +320,13 @@ def test_the_guide_has_every_column_of_a_table(name: str) -> None:
     section = page("docs/guide/results.md").partition(f"\n## {name}.parquet\n")[2]
     told = re.findall(r"^\| `(\w+)` \|", section.partition("\n## ")[0], re.M)
     assert told == TABLES[name].names
+
+
+def test_the_guide_has_every_column_that_is_collected() -> None:
+    section = page("docs/guide/results.md").partition("\n## runs.parquet\n")[2]
+    told = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.M))
+    plain = {name: about.replace("`", "") for name, about in told.items()}
+    assert plain == {name: about for name, about in COLUMNS.items() if name.isidentifier()}
 
 
 def test_the_guide_has_every_trait() -> None:
