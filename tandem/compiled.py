@@ -32,7 +32,7 @@ PACKAGES = ("models", "engine", "policies", "sim")
 # (can_be_seen of engine/fast_forward/reads.py), which would cost every replay more than it saves.
 MODULES = {
     "engine/contract": "executor job kv_check plan plan_check policy progress regions view",
-    "engine/memory": "dry_run ledger pool scoreboard",
+    "engine/memory": "dry_run ledger plan_builder pool scoreboard",
     "engine/loop": "admission asking completions engine issuing state",
     "engine/fast_forward": "decode_batch fast_forward horizon jump repeated_plan standing_plan",
     "engine/results": "outcomes recorder",

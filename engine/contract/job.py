@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.contract.adapters import AdapterVersion
 from engine.contract.layout import TrainingLayout
 from engine.contract.regions import Work
 from engine.contract.rules import ReadOnlyList, refuse_write
 from traces.serving.request import Request, Sample, TrainingJob
+
+if TYPE_CHECKING:
+    from engine.contract.records import Record
+
+NO_RECORDS: Mapping[int, Record] = MappingProxyType({})
 
 
 class TrainingTask(NamedTuple):
@@ -38,10 +43,11 @@ class TrainingProgress:
     Args:
         spec: the training job.
         layout: its chunks and units.
-        recorded_tokens: tokens of which serving has kept the activations.
+        records: what serving has kept of requests, by request.
 
     Attributes:
         spec: the training job; of one that learns, with the samples that have come.
+        records: by request, the records that the job may learn from.
         first: the unit at which a backward ends.
         released: samples of a finetuning job that are there.
         trained_by: by chunk that trains, the units that add to its gradients.
@@ -50,6 +56,7 @@ class TrainingProgress:
     """
 
     __slots__ = (
+        "_adopted",
         "_backward",
         "_forward",
         "_tasks",
@@ -58,7 +65,7 @@ class TrainingProgress:
         "_windows",
         "first",
         "layout",
-        "recorded_tokens",
+        "records",
         "released",
         "spec",
         "step",
@@ -69,7 +76,7 @@ class TrainingProgress:
     layout: TrainingLayout | None
     first: int
     trained_by: Mapping[int, Sequence[int]]
-    recorded_tokens: int
+    records: Mapping[int, Record]
     released: int
     step: int
     updated: Mapping[int, int]
@@ -77,11 +84,15 @@ class TrainingProgress:
     _forward: dict[int, list[int]]  # microbatch -> tokens per unit
     _backward: dict[int, list[int]]
     _windows: dict[int, list[tuple[int, Sequence[int]]]]  # microbatch -> first token, units
+    _adopted: dict[int, Record]  # microbatch -> what its sample uses of a record
     _tasks: tuple[TrainingTask, ...]
     _trained: int  # all microbatches before it are trained
 
     def __init__(
-        self, spec: TrainingJob, layout: TrainingLayout | None = None, recorded_tokens: int = 0
+        self,
+        spec: TrainingJob,
+        layout: TrainingLayout | None = None,
+        records: Mapping[int, Record] = NO_RECORDS,
     ) -> None:
         if spec.learns:
             spec = replace(spec, samples=())
@@ -93,7 +104,8 @@ class TrainingProgress:
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "first", first)
         object.__setattr__(self, "trained_by", MappingProxyType(trained_by))
-        object.__setattr__(self, "recorded_tokens", recorded_tokens)
+        object.__setattr__(self, "records", records)
+        object.__setattr__(self, "_adopted", {})
         object.__setattr__(self, "released", sum([not s.release_ns for s in spec.samples]))
         object.__setattr__(self, "step", 0)
         object.__setattr__(self, "_updated", updated)
@@ -155,8 +167,8 @@ class TrainingProgress:
         if microbatch < self.first_microbatch:
             total = self.spec.tokens_of(microbatch)
             return [total] * units, [total] * units
-        forward = self._forward.get(microbatch) or [self.recorded_tokens] * units
-        return forward, self._backward.get(microbatch) or [0] * units
+        none = [0] * units
+        return self._forward.get(microbatch) or none, self._backward.get(microbatch) or none
 
     def _progress(self, microbatch: int) -> tuple[list[int], list[int]]:
         """The lists of a microbatch's frontier, for the engine to move on."""
@@ -179,6 +191,7 @@ class TrainingProgress:
             "_forward": self._own(self._forward),
             "_backward": self._own(self._backward),
             "_windows": {k: [*windows] for k, windows in self._windows.items()},
+            "_adopted": dict(self._adopted),
         }
         for name in TrainingProgress.__slots__:
             object.__setattr__(other, name, own.get(name, getattr(self, name)))
@@ -205,6 +218,45 @@ class TrainingProgress:
             list.__setitem__(done, unit, done[unit] + tokens)
         if not is_forward:
             self._count_trained(self._trained)
+        elif microbatch in self._adopted:
+            self._pass_record(microbatch)
+
+    def adopted(self, microbatch: int) -> Record | None:
+        """What the sample of a microbatch uses of a record.
+
+        Args:
+            microbatch: of the finetuning job, in the step under way.
+
+        Returns:
+            None where its sample uses none.
+        """
+        return self._adopted.get(microbatch)
+
+    def adoptable(self, microbatch: int) -> Record | None:
+        """What the sample of a microbatch may use of a record, before its first window.
+
+        Args:
+            microbatch: of the job, whose sample has been released.
+
+        Returns:
+            None where there is no record of its request.
+        """
+        sample = self.spec.sample(microbatch)
+        record = None if sample.request is None else self.records.get(sample.request)
+        return None if record is None else record.for_sample(sample.prompt_tokens)
+
+    def _adopt(self, microbatch: int, record: Record) -> None:
+        """A sample, of which nothing is computed, uses this of a record."""
+        self._progress(microbatch)
+        self._adopted[microbatch] = record
+        self._pass_record(microbatch)
+
+    def _pass_record(self, microbatch: int) -> None:
+        """A forward that has come to the first recorded token goes on behind the last one."""
+        record, done = self._adopted[microbatch], self._forward[microbatch]
+        for unit, tokens in enumerate(done):
+            if tokens == record.start:
+                list.__setitem__(done, unit, record.stop)
 
     def _count_trained(self, first: int) -> None:
         """Counts the microbatches of the step that are trained, from one on."""
@@ -213,13 +265,13 @@ class TrainingProgress:
         object.__setattr__(self, "_trained", first)
 
     def _forget(self) -> None:
-        """Starts the microbatches under way anew, without the activations that serving kept.
+        """Starts the microbatches under way anew, without what serving has recorded.
 
         Of a finetuning job that is its sample: those before it have added their gradients.
         """
-        object.__setattr__(self, "recorded_tokens", 0)
         stays = {k for k in self._forward if self.spec.finetunes and self.is_trained(k)}
-        progress: tuple[dict[int, Any], ...] = (self._forward, self._backward, self._windows)
+        progress: tuple[dict[int, Any], ...]
+        progress = (self._forward, self._backward, self._windows, self._adopted)
         for done in progress:
             for microbatch in [k for k in done if k not in stays]:
                 del done[microbatch]
@@ -298,6 +350,7 @@ class TrainingProgress:
                 self._forward.pop(microbatch, None)
                 self._backward.pop(microbatch, None)
                 self._windows.pop(microbatch, None)
+                self._adopted.pop(microbatch, None)
             object.__setattr__(self, "step", self.step + 1)
             self._count_trained(max(self._trained, self.first_microbatch))
         return self.step > before
@@ -366,6 +419,9 @@ def layout_of(training: TrainingProgress) -> TrainingLayout:
     return training.layout
 
 
+NO_RECORD = -1
+
+
 class TokenClock:
     """Counts the tokens that jobs which move together have got, each of them."""
 
@@ -388,13 +444,15 @@ class Job:
         job_id: the number of the request or training job.
         arrival_ns: when it arrived, on the clock of the run.
         prompt_tokens: tokens of the prompt.
-        recorded_tokens: a gapless prefix of the tokens, whose activations are kept.
+        recorded_tokens: the token up to which activations are kept, without a gap from some token
+            on; 0: none are, NO_RECORD: none will be, because the job was preempted.
         slo: the name of the request's service level.
         adapter: the version that its tokens run through; None: the model without an adapter. While
             a job waits for the first time it is the newest one.
         tenant: the name of the tenant whose job it is; "" without one.
         session: the session that it is a turn of; None without one.
         turn: the number of the turn in its session.
+        gets_feedback: whether feedback on it will come; for oracles, no other policy may know.
         prefix_ids: names of the blocks that the prompt begins with (see Request).
         device: the replica that it is routed to; None: any.
         training: the progress of a training job; None of a request.
@@ -407,6 +465,7 @@ class Job:
         "adapter",
         "arrival_ns",
         "device",
+        "gets_feedback",
         "job_id",
         "prefix_ids",
         "prompt_tokens",
@@ -426,6 +485,7 @@ class Job:
     tenant: str
     session: int | None
     turn: int
+    gets_feedback: bool
     prefix_ids: tuple[int, ...]
     device: int | None
     training: TrainingProgress | None
@@ -447,10 +507,12 @@ class Job:
         tenant: str = "",
         session: int | None = None,
         turn: int = 0,
+        gets_feedback: bool = False,
         prefix_ids: tuple[int, ...] = (),
         training: TrainingProgress | None = None,
     ) -> None:
         object.__setattr__(self, "job_id", job_id)
+        object.__setattr__(self, "gets_feedback", gets_feedback)
         object.__setattr__(self, "arrival_ns", arrival_ns)
         object.__setattr__(self, "prompt_tokens", prompt_tokens)
         object.__setattr__(self, "recorded_tokens", recorded_tokens)
@@ -484,7 +546,11 @@ class Job:
 
     @classmethod
     def serving(
-        cls, request: Request, arrival_ns: int, adapter: AdapterVersion | None = None
+        cls,
+        request: Request,
+        arrival_ns: int,
+        adapter: AdapterVersion | None = None,
+        gets_feedback: bool = False,
     ) -> Job:
         """The job of a request. It lacks the output length, which no policy may see.
 
@@ -492,6 +558,7 @@ class Job:
             request: the request of the trace.
             arrival_ns: when it arrived, on the clock of the run.
             adapter: the version that its tokens run through.
+            gets_feedback: whether feedback on it will come.
 
         Returns:
             A job without progress.
@@ -506,6 +573,7 @@ class Job:
             tenant=request.tenant,
             session=request.session,
             turn=request.turn,
+            gets_feedback=gets_feedback,
             prefix_ids=request.prefix_ids or (),
         )
 
@@ -555,9 +623,14 @@ class Job:
         object.__setattr__(self, "_computed", self._computed + ahead)
         object.__setattr__(self, "_clock", clock)
 
-    def _record(self, tokens: int) -> None:
-        """Adds tokens whose activations are kept."""
-        object.__setattr__(self, "recorded_tokens", self.recorded_tokens + tokens)
+    def _record_to(self, stop: int) -> None:
+        """Activations are kept up to this token; NO_RECORD: none will be any more."""
+        object.__setattr__(self, "recorded_tokens", stop)
+
+    @property
+    def may_record(self) -> bool:
+        """Whether activations of its next tokens may be kept: behind those that are, or first."""
+        return self.recorded_tokens in (0, self.computed_tokens)
 
     def _route(self, device: int) -> None:
         """Routes the job to a replica."""

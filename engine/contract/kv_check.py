@@ -195,9 +195,9 @@ class PlanWalk:
             what = "a slice behind its next token, with which it may have ended"
             raise ContractError(Rule.ONCE, what, number)
         recorded = self._recorded.get(number, job.recorded_tokens)
-        _check_slice(piece, known - computed, is_gapless=recorded == computed)
+        _check_slice(piece, known - computed, is_gapless=recorded in (0, computed))
         if piece.record:
-            self._recorded[number] = recorded + piece.tokens
+            self._recorded[number] = computed + piece.tokens
         pages = self._pages_of(place)
         if pages is None:
             raise ContractError(Rule.OWN_KV, f"{told(place)} is not held", number)
@@ -243,7 +243,7 @@ class PlanWalk:
 
 
 def _check_slice(piece: Slice, remaining_tokens: int, is_gapless: bool) -> None:
-    """Rule TOKENS. `is_gapless`: whether activations of all computed tokens are kept."""
+    """Rule TOKENS. `is_gapless`: whether activations of the tokens before may go on a record."""
     given: Any = piece  # compiled, what is known to be an int is one: also True
     number, tokens = piece.job.job_id, given[1]
     if piece[2:-1] != WHOLE[:-1]:
@@ -253,4 +253,5 @@ def _check_slice(piece: Slice, remaining_tokens: int, is_gapless: bool) -> None:
         what = f"a slice of {tokens!r} tokens, but {remaining_tokens} remain"
         raise ContractError(Rule.TOKENS, what, number)
     if piece.record and not is_gapless:
-        raise ContractError(Rule.TOKENS, "a record is a gapless prefix", number)
+        what = "a record has no gap, and a job that was preempted leaves none"
+        raise ContractError(Rule.TOKENS, what, number)

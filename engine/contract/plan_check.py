@@ -25,6 +25,8 @@ from engine.contract.plan import (
     Share,
     Slice,
 )
+from engine.contract.record_check import RecordCheck
+from engine.contract.records import is_adoption
 from engine.contract.regions import (
     Kind,
     PageSize,
@@ -137,6 +139,7 @@ class PlanCheck:
         training: the check of training.
         is_routed: whether each device is a replica with jobs of its own.
         adapters: the check of adapters; None for a run without any.
+        records: the check of records; None for a run in which no job learns.
     """
 
     def __init__(
@@ -148,10 +151,11 @@ class PlanCheck:
         training: TrainingContract,
         is_routed: bool,
         adapters: AdapterCheck | None = None,
+        records: RecordCheck | None = None,
     ) -> None:
         self._ledger, self._lists, self._leading = ledger, jobs, leading
         self._lanes, self._is_routed = lanes, is_routed
-        self._training, self._adapters = training, adapters
+        self._training, self._adapters, self._records = training, adapters, records
         self._page, self._tables, self._open = ledger.page, ledger.pages, ledger.open
         self._jobs = jobs.jobs
         self._filled: dict[Place, int] = {}
@@ -269,6 +273,8 @@ class PlanCheck:
         self._training.check(plan, device)
         if self._adapters is not None:
             self._adapters.check(plan)
+        if self._records is not None:
+            self._records.check(plan, device)
         self._follow(plan, device)
         self._ledger.dry_run(plan)
         self._ledger.expect(plan)
@@ -316,7 +322,8 @@ class PlanCheck:
                 raise ContractError(Rule.DEVICE, f"{what} in a plan for device {device}")
             is_moved = op.src[0] != op.dst[0]
             publishes = is_moved and self._adapters is not None and is_publication(op)
-            if op.src == op.dst or (is_moved and not publishes):
+            adopts = is_moved and self._records is not None and is_adoption(op)
+            if op.src == op.dst or (is_moved and not publishes and not adopts):
                 what += f" onto {told(op.dst)}: a copy keeps its region"
                 raise ContractError(Rule.COPY, what)
         elif kind is Share:

@@ -325,6 +325,22 @@ class PlanBuilder(ABC):
         """
 
     @abstractmethod
+    def served(self) -> tuple[Slice, ...]:
+        """The slices of the launch that serves, if the plan ends with that; see `join`.
+
+        Returns:
+            () where the plan ends otherwise.
+        """
+
+    @abstractmethod
+    def record(self, places: Mapping[int, Sequence[Place]]) -> None:
+        """Has the launch that serves, with which the plan ends, record some of its slices.
+
+        Args:
+            places: by job, where its slice writes what it keeps; the plan has grown them.
+        """
+
+    @abstractmethod
     def exchange(self, op: Collective) -> None:
         """Adds a device's part in an exchange of its group.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NoReturn
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import NO_RECORD, Job, TrainingProgress
 from engine.contract.layout import Mode
 from engine.contract.plan import Slice
+from engine.contract.records import updates_behind
 from engine.contract.regions import Work
 from engine.contract.rules import ContractError, Rule
 
@@ -27,8 +28,8 @@ def advance_serving(piece: Slice) -> bool:
     assert piece.layers is None, f"job {job.job_id}: serving slices run through all layers"
     assert tokens > 0 and left >= 0, f"job {job.job_id}: {tokens} tokens, {left + tokens} remain"
     if piece.record:
-        assert job.recorded_tokens == job.computed_tokens, "a record is a gapless prefix"
-        job._record(tokens)
+        assert job.may_record, "a record has no gap"
+        job._record_to(job.computed_tokens + tokens)
     job._advance(tokens, not left)
     return not left
 
@@ -48,12 +49,16 @@ def start_behind(job: Job, tokens: int) -> None:
 def restart(job: Job) -> None:
     """Forgets the computed tokens of a job; generated tokens stay known, and are prefilled.
 
+    Nothing is recorded of a request any more.
+
     Args:
         job: a job that has started.
     """
     job._compute_from(0)
     if job.training is not None:
         job.training._forget()
+    else:
+        job._record_to(NO_RECORD)
 
 
 def advance_training(piece: Slice, training: TrainingProgress | None = None) -> bool:
@@ -75,6 +80,10 @@ def advance_training(piece: Slice, training: TrainingProgress | None = None) -> 
         return training._complete_steps()
     is_forward, head = piece.work is Work.FORWARD, training.spec.num_units - 1
     units = piece.layers or range(training.spec.num_units)
+    if piece.record:
+        record = training.adoptable(piece.microbatch)
+        assert record is not None, "a sample that starts behind a record has one"
+        training._adopt(piece.microbatch, record)
     training._move(piece.microbatch, is_forward, units, piece.tokens)
     if is_forward and training.spec.finetunes and head in units:
         training._move(piece.microbatch, False, (head,), piece.tokens)
@@ -108,6 +117,8 @@ def start_of(piece: Slice, training: TrainingProgress) -> int:
         return 0
     forward, backward = training.frontier(piece.microbatch)
     if piece.work is Work.FORWARD:
+        if piece.record and (record := training.adoptable(piece.microbatch)) is not None:
+            return 0 if record.start else record.stop
         return forward[piece.layers.start if piece.layers else 0]
     assert piece.layers is not None, "a backward names its units"
     left = training.spec.tokens_of(piece.microbatch) - backward[piece.layers.start]
@@ -129,7 +140,7 @@ def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -
     Raises:
         ContractError: the slice is out of order.
     """
-    job, tokens, work, _, microbatch, version, _ = piece
+    job, tokens, work, _, microbatch, version, is_behind = piece
     job_id = job.job_id
     if not isinstance(work, Work):
         _refuse(job_id, f"{work!r} is no work: take Work.FORWARD, BACKWARD or UPDATE")
@@ -154,6 +165,8 @@ def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -
         _refuse(job_id, f"{work} again: {what}")
     if is_cut:
         _check_sample(job_id, microbatch, training)
+    if is_behind:
+        training = _behind_record(piece, training)
     if again:
         _check_again(job_id, parts, microbatch, training)
     elif work is Work.FORWARD:
@@ -207,6 +220,24 @@ def _check_sample(job_id: int, microbatch: int, training: TrainingProgress) -> N
         _refuse(job_id, f"the sample of microbatch {microbatch} is not there yet")
 
 
+def _behind_record(piece: Slice, training: TrainingProgress) -> TrainingProgress:
+    """A copy of a job's progress whose sample uses the record of its request, if it may."""
+    job_id, microbatch = piece.job.job_id, piece.microbatch
+    if not training.spec.finetunes or piece.work is not Work.FORWARD:
+        _refuse(job_id, f"{piece.work} behind a record: a sample's first window forward is")
+    if any(training.frontier(microbatch)[0]):
+        _refuse(job_id, f"microbatch {microbatch} behind a record: its sample has begun already")
+    record = training.adoptable(microbatch)
+    if record is None:
+        _refuse(job_id, f"microbatch {microbatch} behind a record: there is none of its request")
+    if behind := updates_behind(record, training):
+        what = f"a record of request {record.request}, which is {behind} updates behind"
+        _refuse(job_id, what)
+    found = training.copy()
+    found._adopt(microbatch, record)
+    return found
+
+
 def _check_forward(
     job_id: int,
     units: range | tuple[int, ...],
@@ -216,6 +247,8 @@ def _check_forward(
 ) -> None:
     total, done = training.spec.tokens_of(microbatch), training.frontier(microbatch)[0]
     below = total if units[0] == 0 else done[units[0] - 1]
+    if (record := training.adopted(microbatch)) is not None and done[-1] < record.start:
+        below = min(below, record.start)  # the window behind it begins behind the record
     for unit in units:
         after = done[unit] + tokens
         if after > below:

@@ -43,6 +43,7 @@ class Rule(StrEnum):
     ADAPTER = (
         "adapter"  # a slice runs through the adapter of its job, and versions stay as they are
     )
+    RECORD = "record"  # what serving keeps of a prompt is kept whole, and given back whole
     OPERATION = "operation"  # an operation is a new object: not in flight, not twice in a plan
     TRAINING_ORDER = "training order"  # forward, backward and update go in the order of the chain
     TRAINING_PLACES = "training places"  # a launch names the places of its footprint, in its bytes

@@ -27,6 +27,7 @@ from engine.contract.plan import (
     Slice,
 )
 from engine.contract.progress import advance_training, check_order
+from engine.contract.records import is_adoption
 from engine.contract.regions import (
     NAMES,
     SHARED_OWNER,
@@ -35,6 +36,7 @@ from engine.contract.regions import (
     PageSize,
     Place,
     Pool,
+    Tier,
     Work,
     gradient,
     is_workspace,
@@ -214,6 +216,7 @@ class _Reading:
         self._ahead: dict[int, TrainingProgress] = {}  # progress of jobs, as the plan moves it
         self._begun: list[Place] = []  # model states with nothing in them
         self._due: dict[Place, Exchange] = {}  # by all that it touches: exchanges to follow at once
+        self._given: dict[int, int] = {}  # by job that learns, the request whose KV it got
         self._now = ISSUED
 
     def run(self) -> None:
@@ -229,7 +232,8 @@ class _Reading:
                 if self._concerns(op.place):
                     self._grow(op.place, op.nbytes)
             elif isinstance(op, Copy):
-                if self._concerns(op.src) or op.dst.region.kind is not Kind.KV:
+                is_kv = op.dst.region.kind is Kind.KV
+                if self._concerns(op.src) or self._concerns(op.dst) or not is_kv:
                     self._copy(op)
             elif isinstance(op, Compute):
                 self._compute(op)
@@ -312,7 +316,9 @@ class _Reading:
     def _copy(self, op: Copy) -> None:
         src, dst = op.src, op.dst
         is_same = src.tier is dst.tier and src.device == dst.device
-        if is_same or (src.region != dst.region and not is_publication(op)):
+        if is_adoption(op):
+            self._adopt(src, dst)
+        elif is_same or (src.region != dst.region and not is_publication(op)):
             what = f"copy of {told(src)} onto {told(dst)}: not the same in another pool"
             _refuse(Rule.COPY, what, src.region.owner)
         stamp = self._stamps[src]
@@ -329,6 +335,17 @@ class _Reading:
             self._bytes[dst] = self._held(src)
             if stamp == EMPTY and src in self._begun:
                 self._begun.append(dst)
+
+    def _adopt(self, src: Place, dst: Place) -> None:
+        """Keys and values of a recorded request become those of a sample that begins."""
+        job_id, training = dst.region.owner, self._training(dst.region.owner)
+        if training is None or src.region.owner not in training.records:
+            what = f"copy of {told(src)} onto {told(dst)}: no request that the job has a record of"
+            _refuse(Rule.COPY, what, src.region.owner)
+        if self._stamps[dst] != GONE or dst.pool != (Tier.GPU, self._device):
+            what = f"copy of {told(src)} onto {told(dst)}: where a sample begins on the device"
+            _refuse(Rule.COPY, what, job_id)
+        self._given[job_id] = src.region.owner
 
     def _free(self, place: Place) -> None:
         stamp = self._stamps[place]
@@ -392,6 +409,11 @@ class _Reading:
             assert piece.job.training is not None
             training = self._ahead[job_id] = piece.job.training.copy()
         check_order(piece, training, op.again)
+        if piece.record:
+            record = training.adoptable(piece.microbatch)
+            if record is None or self._given.get(job_id) != record.request:
+                what = f"{_name(piece)} behind a record, whose keys and values it did not get"
+                _refuse(Rule.TRAINING_CONTENTS, what, job_id)
         if training.layout is not None:
             self._check_launch(op, piece, training)
         self._write(op.writes)
@@ -484,8 +506,8 @@ class _Reading:
         served = {other.job.job_id for other in op.slices if other is not piece}
         for place in op.writes:
             owner, kind, _, _ = place.region
-            if kind is Kind.KV and owner in served:
-                continue
+            if kind in (Kind.KV, Kind.ACTIVATION) and owner in served:
+                continue  # of activations RecordCheck sees to it
             if owner != job_id or (kind is Kind.KV and place not in writes):
                 what = f"{_name(piece)} writes {told(place)}, which is not its own"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
@@ -501,6 +523,9 @@ class _Reading:
     def _check_read(self, place: Place, piece: Slice) -> None:
         stamp = self._stamps[place]
         if place.region.owner != piece.job.job_id:
+            if place.region.kind is Kind.ACTIVATION and stamp <= 0:
+                what = f"{_name(piece)} reads {told(place)}, in which nothing is recorded"
+                _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
             return  # it may read places of other owners
         if stamp <= 0 and not (stamp == 0 and place.region.kind in STATES):
             what = f"{_name(piece)} reads {told(place)}, in which nothing is"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from engine.contract.adapters import AdapterVersion
 from engine.contract.executor import Launch
-from engine.contract.job import Job
+from engine.contract.job import NO_RECORDS, Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Grow, Op, Slice, one_token
+from engine.contract.records import FeedbackCount, Record
 from engine.contract.regions import PageSize, Place, Pool, Work
 from engine.contract.rules import stored_by_slot
 
+NO_FEEDBACK: Mapping[str, FeedbackCount] = MappingProxyType({})
 LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice
 
 
@@ -290,6 +293,9 @@ class View:
         first_token_ns: when the client got a request's first token; None before that. It is a
             measured moment where durations are, so that it differs between runs on other clocks.
         adapters: the newest version of each adapter, by name; none in a run without any.
+        records: what serving has kept of requests for a job that learns, by request; that of a
+            sample under way is not among them.
+        feedback: by tenant, how many answers have got feedback so far.
     """
 
     now_ns: int
@@ -315,6 +321,8 @@ class View:
     service: Mapping[str, float] | None = None
     first_token_ns: Callable[[Job], int | None] = untold
     adapters: Mapping[str, AdapterVersion] | None = None
+    records: Mapping[int, Record] = NO_RECORDS
+    feedback: Mapping[str, FeedbackCount] = NO_FEEDBACK
 
     def __repr__(self) -> str:
         return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"

@@ -10,6 +10,9 @@ backward is complete, so that a sample can be begun anew until then.
 
 A unit that offloads keeps each window in a place of its own. It is on the host from behind the
 window's forward until the unit's backward begins.
+
+A sample that starts behind a record has its first tokens from there: the places of the record are
+the request's, on the device or the host, and go with the last window back of each unit.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.progress import start_of
+from engine.contract.records import Record
 from engine.contract.regions import (
     HIDDEN_GRADIENT,
     KV_GRADIENT,
     SAMPLE_GRADIENT,
+    SHARED_OWNER,
     Kind,
     PageSize,
     Place,
@@ -45,6 +50,7 @@ from engine.contract.regions import (
 from models.training.shape import WindowBytes
 
 Firsts = tuple[int, ...]  # of windows, their first tokens
+UNRECORDED: tuple[int, Firsts] = (SHARED_OWNER, ())
 FOOTPRINTS = 1 << 10  # that are cached: a plan asks for each twice, and samples have like windows
 
 
@@ -56,7 +62,7 @@ class WindowFootprint(NamedTuple):
         writes: places that it writes.
         sizes: the least bytes of places that the launch finds or grows.
         frees: places whose last use it is.
-        comes: places that it reads, whose contents are on the host until the first window back.
+        comes: places that it reads, whose contents may be on the host until the first window back.
         goes: places that it writes, whose contents then go to the host.
     """
 
@@ -119,6 +125,16 @@ def _kept_in(
     return tuple([kept(job_id, unit, device=device, first=first) for first in firsts])
 
 
+def _recorded_in(
+    layout: TrainingLayout, unit: int, recorded: tuple[int, Firsts], device: int
+) -> list[Place]:
+    """The places on the device of what a record has of a unit."""
+    (request, firsts), own = recorded, windows_of(layout).kept
+    if unit < layout.first or not own[unit]:
+        return []
+    return [kept(request, unit, device=device, first=first) for first in firsts]
+
+
 def _offloaded(training: TrainingProgress) -> tuple[tuple[int, Firsts], ...]:
     """The windows of the sample under way that units have offloaded."""
     sample = training.sample
@@ -172,8 +188,28 @@ def window_footprint(
     elif piece.work is Work.FORWARD and piece.layers.stop == spec.num_units:
         rows = spec.sample(piece.microbatch).loss_rows(start, start + piece.tokens)
     total, is_alone = spec.tokens_of(piece.microbatch), spec.microbatches == 1
-    window = _Window(piece.work, piece.layers, piece.tokens, start, total, rows, away)
+    recorded, before = UNRECORDED, 0
+    if (record := record_behind(piece, training)) is not None:
+        recorded, before = (record.request, record.firsts), record.tokens * (start >= record.stop)
+    given = (piece.work, piece.layers, piece.tokens, start, total, rows, away)
+    window = _Window(*given, recorded, before)
     return _footprint(piece.job.job_id, layout_of(training), window, is_alone, page, device)
+
+
+def record_behind(piece: Slice, training: TrainingProgress) -> Record | None:
+    """What the sample of a slice uses of a record.
+
+    Args:
+        piece: a slice of a finetuning job that is not issued yet.
+        training: the progress of the job.
+
+    Returns:
+        None where it uses none.
+    """
+    if piece.work is Work.UPDATE:
+        return None
+    found = training.adopted(piece.microbatch)
+    return training.adoptable(piece.microbatch) if found is None and piece.record else found
 
 
 def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
@@ -185,10 +221,13 @@ def sample_places(training: TrainingProgress, device: int) -> tuple[Place, ...]:
 
     Returns:
         Places, held or not: pages, kept activations, here or on the host, and gradients of the
-        sample.
+        sample. What it uses of a record is among them.
     """
-    spec, away = training.spec, _offloaded(training)
-    return _sample_places(spec.job_id, layout_of(training), spec.microbatches == 1, away, device)
+    spec, away, recorded = training.spec, _offloaded(training), UNRECORDED
+    if training.sample is not None and (record := training.adopted(training.sample)) is not None:
+        recorded = record.request, record.firsts
+    is_alone = spec.microbatches == 1
+    return _sample_places(spec.job_id, layout_of(training), is_alone, away, recorded, device)
 
 
 @lru_cache(maxsize=FOOTPRINTS)
@@ -197,6 +236,7 @@ def _sample_places(
     layout: TrainingLayout,
     is_alone: bool,
     offloaded: tuple[tuple[int, Firsts], ...],
+    recorded: tuple[int, Firsts],
     device: int,
 ) -> tuple[Place, ...]:
     units, chunks = range(layout.num_units), layout.trained_by
@@ -206,10 +246,13 @@ def _sample_places(
     firsts = dict(offloaded)
     own = [place for u in units for place in _kept_in(job_id, layout, u, firsts, device)]
     away = [on_host(place) for place in own if offloads(layout, place.region.part)]
+    recorded_on = [place for u in units for place in _recorded_in(layout, u, recorded, device)]
     return (
         kv_place(job_id, device=device),
         *own,
         *away,
+        *recorded_on,
+        *map(on_host, recorded_on),
         *[kv_gradient(job_id, u, device=device) for u in units],
         hidden_gradient(job_id, device=device),
         *sums,
@@ -246,7 +289,8 @@ def _sample_bytes(
 class _Window(NamedTuple):
     """What a footprint depends on: the slice, its first token, and the tokens of its sample.
 
-    `rows` are those of the head; `offloaded` are windows of the sample that units have offloaded.
+    `rows` are those of the head; `offloaded` are windows of the sample that units have offloaded,
+    and `recorded` are those of the record that it starts behind, with their request.
     """
 
     work: Work
@@ -256,6 +300,8 @@ class _Window(NamedTuple):
     total: int
     rows: int = 0
     offloaded: tuple[tuple[int, Firsts], ...] = ()
+    recorded: tuple[int, Firsts] = UNRECORDED
+    recorded_tokens: int = 0  # of that record, before this window
 
 
 class _UnitPlaces(NamedTuple):
@@ -327,12 +373,13 @@ def _of_forward(
     own, context, tokens = windows_of(layout), window.context, window.tokens
     end, pages, goes = context + tokens, kv_place(job_id, device=device), list[Place]()
     sizes = [(pages, page.bytes_for(end))]
+    own_tokens = end - window.recorded_tokens
     for unit, nbytes, place in places.kept:
         if place is None:
             goes.append(kept(job_id, unit, device=device, first=context))
             sizes.append((goes[-1], tokens * nbytes))
         else:
-            sizes.append((place, end * nbytes))
+            sizes.append((place, own_tokens * nbytes))
     if window.units.stop == layout.num_units:
         sizes.append((hidden_gradient(job_id, device=device), end * own.hidden))
         sizes += places.summed
@@ -354,10 +401,12 @@ def _of_backward(
     device: int,
 ) -> WindowFootprint:
     """A window back: gradients of its units, and of the keys and values before it."""
-    _, units, tokens, context, total, _, offloaded = window
+    _, units, tokens, context, total, _, offloaded, recorded, _ = window
     is_first, is_last = context + tokens == total, context == 0
     firsts, own, comes = dict(offloaded), list[Place](), list[Place]()
     for unit, _, place in places.kept:
+        comes += (found := _recorded_in(layout, unit, recorded, device))
+        own += found
         if place is None:
             away = [kept(job_id, unit, device=device, first=at) for at in firsts.get(unit, ())]
             comes += away

@@ -34,9 +34,9 @@ class ComingFeedback:
                     assert sample.request is not None, "feedback is on a request"
                     self._on.setdefault(sample.request, []).append((item.job_id, sample))
 
-    def awaits(self, job: Job) -> bool:
+    def awaits(self, request: int) -> bool:
         """Whether feedback on a request comes once it is answered."""
-        return job.job_id in self._on
+        return request in self._on
 
     def on(self, job: Job) -> list[tuple[int, Sample]]:
         """Takes the feedback on a request that is answered: jobs and their samples."""
@@ -108,7 +108,7 @@ class ArrivalQueue:
 
     def awaits_answer(self, job: Job) -> bool:
         """Whether a turn of its session, or feedback, waits for a job's answer."""
-        if self._feedback.awaits(job):
+        if self._feedback.awaits(job.job_id):
             return True
         return job.session is not None and (job.session, job.turn + 1) in self._turns
 
@@ -127,14 +127,14 @@ class ArrivalQueue:
             at_ns = max(request.arrival_ns, now_ns + request.think_ns)
             self._at(at_ns, partial(self._hand_over, request, at_ns))
 
-    def release_samples(self, job: Job, released: Callable[[], None]) -> None:
+    def release_samples(self, job: Job, released: Callable[[Sample | None], None]) -> None:
         """Samples of a finetuning job come at times of their own; `released` is told of each."""
         training = job.training
         assert training is not None, "only training jobs have samples"
 
         def release(sample: Sample | None = None) -> None:
             training._release(sample)
-            released()
+            released(sample)
 
         if training.spec.learns:
             self._learning[job.job_id] = release
@@ -144,8 +144,13 @@ class ArrivalQueue:
             for sample in training.spec.samples[training.released :]:
                 self._at(job.arrival_ns + sample.release_ns, release)
 
+    def gets_feedback(self, request: Request) -> bool:
+        """Whether feedback on a request comes once it is answered."""
+        return self._feedback.awaits(request.request_id)
+
     def _learn(self, job_id: int, sample: Sample) -> None:
-        """Feedback has come."""
+        """Feedback has come: from now on its sample tells when that was."""
+        sample = sample._replace(release_ns=int(self._env.now))
         if not self._feedback.keep(job_id, sample):
             self._learning[job_id](sample)
 
@@ -190,15 +195,15 @@ class Admission:
         self._state, self._completions, self._frees = state, completions, frees
         self._issuing, self._training, self._left = issuing, training, left
 
-    def admit(self, item: Item, arrival_ns: int) -> Job:
+    def admit(self, item: Item, arrival_ns: int, gets_feedback: bool = False) -> Job:
         """A request or training job has arrived: it waits."""
         state = self._state
         if isinstance(item, Request):
-            job = self._serving(item, arrival_ns)
+            job = self._serving(item, arrival_ns, gets_feedback)
         else:
-            recorded = self._issuing.recorded_tokens(item.record_of)
             layout = state.layout.training.get(item.job_id)
-            job = Job.trains(TrainingProgress(item, layout, recorded), arrival_ns)
+            training = TrainingProgress(item, layout, state.records.records)
+            job = Job.trains(training, arrival_ns)
             self._training.admit(job)
             state.profile.trains = True
         state.jobs.wait(job)
@@ -212,10 +217,10 @@ class Admission:
         self._training.leave(job.job_id)
         self._state.give_all(job.job_id)
 
-    def _serving(self, item: Request, arrival_ns: int) -> Job:
+    def _serving(self, item: Request, arrival_ns: int, gets_feedback: bool) -> Job:
         state, prefix = self._state, self._issuing.prefix
         adapter = None if state.adapters is None else state.adapters.of(item)
-        job = Job.serving(item, arrival_ns, adapter)
+        job = Job.serving(item, arrival_ns, adapter, gets_feedback)
         if state.fleet is not None:
             if item.prompt_ids is not None:
                 job._name_prefix(Chain(item, state.page.tokens, adapter).of_prompt())
@@ -247,6 +252,8 @@ class Admission:
             self._training.leave(job.job_id)
             return
         self._left(job)
+        if status == "finished":
+            self._state.records.answered(job)
         self._state.recorder.ended(job.job_id, now_ns, status)
         if self._state.fleet is not None:
             self._state.fleet.left(job)

@@ -27,9 +27,12 @@ class DeferredFrees:
     """
 
     def __init__(
-        self, give_all: Callable[[int, bool], None], recorder: Recorder, devices: int
+        self, give_all: Callable[[int, bool], bool], recorder: Recorder, devices: int
     ) -> None:
-        """`give_all` gives back a job's memory; with True, no operation in flight will use it."""
+        """`give_all` gives back a job's memory; with True, no operation in flight will use it.
+
+        It returns False where the memory stays, as that of a request that is recorded.
+        """
         self._give_all, self._recorder = give_all, recorder
         self._queues: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
         self._expected: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
@@ -86,8 +89,8 @@ class DeferredFrees:
             self._give(job, device, is_ahead=True)
 
     def _give(self, job: Job, device: int, is_ahead: bool = False) -> None:
-        self._give_all(job.job_id, is_ahead)
-        self._recorder.returned(job.job_id, device, is_ahead)
+        if self._give_all(job.job_id, is_ahead):
+            self._recorder.returned(job.job_id, device, is_ahead)
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,7 @@ from engine.contract.plan import COMPUTE_LANE, Op, Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import Policy, Router, Traits, traits_of
 from engine.contract.progress import restart
+from engine.contract.record_check import RecordCheck
 from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import name_of
 from engine.contract.training_check import TrainingContract
@@ -29,6 +30,7 @@ from engine.loop.asking import Asking, LoopParts, PlanReuse
 from engine.loop.completions import Completions, DeferredFrees, check_end, check_requests
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.profile import EngineProfile
+from engine.loop.records import RecordBook
 from engine.loop.service import Service
 from engine.loop.state import (
     EngineState,
@@ -45,7 +47,7 @@ from engine.memory.ledger import Ledger
 from engine.memory.pool import Chain
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
-from traces.serving.request import Request, TrainingJob
+from traces.serving.request import Request, Sample, TrainingJob
 
 THRESHOLDS = (50_000_000, 1000, 1000)  # objects before a collection: 300,000 requests have fewer
 
@@ -173,6 +175,7 @@ class Engine(Lifecycle):
             EngineProfile(None if cost is None else cost.launch_ns),
             Wakeup(env, self._changed),
             [],
+            RecordBook(),
         )
         self.reuse = PlanReuse(self._issue)
         if fast_forward and devices == 1:
@@ -191,10 +194,13 @@ class Engine(Lifecycle):
         frees = DeferredFrees(state.give_all, recorder, devices)
         prefix = None if chains is None else PrefixReuse(chains, ledger, recorder)
         self._issuing = Issuing(state, self._completions, prefix)
-        adapters = None
+        adapters, records = None, None
         if state.adapters is not None:
             _check_brings(traits, self._policy_name)
             adapters = AdapterCheck(state.adapters.newest, state.jobs.jobs, ledger.held_bytes)
+            if shown.training:
+                books = ledger.held_bytes, ledger.places_of
+                records = RecordCheck(state.records.records, state.jobs.jobs, *books)
         check = PlanCheck(
             ledger,
             state.jobs,
@@ -203,6 +209,7 @@ class Engine(Lifecycle):
             self._training,
             router is not None,
             adapters,
+            records,
         )
         self._admission = Admission(
             state,
@@ -347,7 +354,8 @@ class Engine(Lifecycle):
         else:
             self._changed()
         self._moments = 0
-        job = self._admission.admit(item, arrival_ns)
+        gets = isinstance(item, Request) and self._arrivals.gets_feedback(item)
+        job = self._admission.admit(item, arrival_ns, gets)
         if job.training is not None:
             self._arrivals.release_samples(job, partial(self._released, job))
             if self._may_stop:
@@ -356,11 +364,11 @@ class Engine(Lifecycle):
     def _changed(self) -> None:
         self.reuse.changed()
 
-    def _released(self, job: Job) -> None:
-        """A sample of a finetuning job is there."""
-        assert job.training is not None, "only training jobs have samples"
-        if job.training.spec.learns:
+    def _released(self, job: Job, sample: Sample | None) -> None:
+        """A sample of a finetuning job is there; one that is feedback is given."""
+        if sample is not None and sample.request is not None:
             self.state.recorder.released(job.job_id, self.state.now_ns)
+            self.state.records.learned(sample.request)
         self._changed()
         self._moments = 0
         self.state.wakeup.tell()
@@ -414,6 +422,7 @@ class Engine(Lifecycle):
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
+        state.records.booked(plan, state.ledger.places_of)
         if state.adapters is not None:
             self._publish(plan)  # behind the launches, whose jobs have the versions before
         return launches

@@ -89,11 +89,6 @@ class Issuing:
         self, state: EngineState, completions: Completions, prefix: PrefixReuse | None
     ) -> None:
         self._state, self._completions, self.prefix = state, completions, prefix
-        self._recorded: dict[int, int] = {}  # by request: tokens whose activations are kept
-
-    def recorded_tokens(self, request_id: int | None) -> int:
-        """Tokens that serving has recorded of a request, for the job that trains on it."""
-        return 0 if request_id is None else self._recorded.get(request_id, 0)
 
     def launch(self, op: Op, booking: Booking, device: int, moves: Moves | None = None) -> Launch:
         """The launch of a booked operation, whose jobs move on."""
@@ -169,9 +164,10 @@ class Issuing:
         if job.training is not None:
             self._train(op, piece, beside)
             return False
-        samples = advance_serving(piece)
+        samples, state = advance_serving(piece), self._state
         if piece.record:
-            self._recorded[job.job_id] = job.recorded_tokens
+            first = job.recorded_tokens - piece.tokens
+            state.records.extend(job, first, state.jobs, state.now_ns)
         if samples and self._state.forced and self._completions.tokens_left(job) <= 0:
             self._completions.end_with(op, [job])
         return samples
@@ -183,9 +179,12 @@ class Issuing:
         state.recorder.begun(job.job_id, training.step, state.now_ns)
         if state.jobs.service is not None and not op.again:
             state.jobs.service.of(job).trains(piece)
+        record = training.adoptable(piece.microbatch) if piece.record else None
         if not op.again and advance_training(piece):
             state.profile.completed_step(job.job_id)
             self._completions.step_with(op, job, training.step - 1)
+        if record is not None:
+            state.records.adopt(record.request)
 
 
 @lru_cache(maxsize=1 << 12)

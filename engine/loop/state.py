@@ -27,11 +27,12 @@ from engine.contract.layout import Layout
 from engine.contract.plan import HOST_LANE, Compute, Free, Op, Plan
 from engine.contract.plan_check import Jobs
 from engine.contract.policy import Router
-from engine.contract.regions import Kind, PageSize
+from engine.contract.regions import Kind, PageSize, Place
 from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, made_at
 from engine.contract.view import Cost
 from engine.loop.adapters import PublishedAdapters
 from engine.loop.profile import EngineProfile
+from engine.loop.records import RecordBook
 from engine.loop.service import Service
 from engine.memory.ledger import Ledger
 from engine.results.recorder import Recorder
@@ -418,18 +419,43 @@ class EngineState:
     profile: EngineProfile
     wakeup: Wakeup
     over: list[AdapterVersion]  # versions without a request, whose homes are held
+    records: RecordBook
 
     @property
     def now_ns(self) -> int:
         return int(self.env.now)
 
-    def give_all(self, owner: int, has_ended: bool = False) -> None:
-        """Gives back all memory of an owner; `has_ended`: no operation in flight will use it."""
-        for place in self.ledger.give_all(owner, has_ended):
-            if self.store is not None and place.region.kind is not Kind.KV:
-                self.store.free(place)
+    def give_all(self, owner: int, has_ended: bool = False) -> bool:
+        """Gives back all memory of an owner; `has_ended`: no operation in flight will use it.
+
+        Of a request that is recorded all memory stays, and False is returned. With a job that
+        learns all records go that it could have learned from.
+        """
+        is_recorded = owner in self.records.records
+        if not is_recorded:
+            self._give(self.ledger.give_all(owner, has_ended))
+            for request in self.records.of_job(owner):
+                self._give_record(request)
         if self.adapters is not None and (version := self.adapters.end(owner)) is not None:
             self.over.append(version)
+        return not is_recorded
+
+    def _give(self, places: Iterable[Place]) -> None:
+        """Places are given back: the store gives their memory back, too."""
+        for place in places:
+            if self.store is not None and place.region.kind is not Kind.KV:
+                self.store.free(place)
+
+    def _give_record(self, request: int) -> None:
+        """Gives a record back, and the keys and values of a request that is over."""
+        if request not in self.jobs.jobs:
+            self._give(self.ledger.give_all(request))
+            return
+        kind = Kind.ACTIVATION
+        places = [p for p in self.ledger.places_of.get(request, ()) if p.region.kind is kind]
+        for place in places:
+            self.ledger.give(place)
+        self._give(places)
 
     def end_freed(self, plan: Plan) -> None:
         """Gives back the homes of versions whose last job a played-back plan frees.

@@ -15,7 +15,8 @@ from engine.contract.job import Job, TrainingProgress, layout_of
 from engine.contract.layout import Mode
 from engine.contract.plan import COMPUTE_LANE, SECOND_LANE, Compute, Grow, Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
-from engine.contract.regions import Place, Pool, Tier, Work, weight
+from engine.contract.records import forward_ahead
+from engine.contract.regions import Place, Pool, Tier, Work, kv_place, weight
 from engine.contract.rules import Remedy
 from engine.contract.view import View
 from engine.contract.windows import (
@@ -26,6 +27,7 @@ from engine.contract.windows import (
     window_footprint,
 )
 from policies.sharing.adapters import Without, idle_adapters
+from policies.sharing.records import HeldRecords, RecordRules, ahead_of, record
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 from policies.training.out_of_memory import OutOfMemory, patient
@@ -95,10 +97,11 @@ class CoServe:
         if microbatch is None or not training.is_released(microbatch):
             return update
         total, units = training.spec.tokens_of(microbatch), training.spec.num_units
-        forward, backward = training.frontier(microbatch)
-        if (ahead := total - forward[-1]) > 0:
+        _, backward = training.frontier(microbatch)
+        ahead, is_behind = forward_ahead(training, microbatch)
+        if ahead:
             tokens = self._window(left, ahead)
-            window = Slice(job, tokens, Work.FORWARD, range(units), microbatch)
+            window = Slice(job, tokens, Work.FORWARD, range(units), microbatch, record=is_behind)
             return (*update, window) if tokens else update
         back = units_back(training, microbatch, self.backward_layers)
         top = back.stop - 1
@@ -226,6 +229,9 @@ class CoMemory:
     A batch whose first slice trains is a turn of training: it serves only where training finds no
     room.
 
+    With `records`, launches that serve record the slices that the scheduling has marked, and a
+    sample starts behind the record of its request. Records give way to serving before samples do.
+
     Args:
         serving: memory policy of the requests.
         buffers: `grown`: a sample takes bytes window by window, and gives each place back behind
@@ -234,6 +240,7 @@ class CoMemory:
         fused: whether a window joins the launch that serves, and weights are read once.
         headroom: share of the device that windows leave free, so that serving can grow.
         lanes: compute lanes. 2: what finetunes runs on a lane of its own.
+        records: what becomes of records; None: nothing is recorded.
 
     Raises:
         ValueError: `headroom` is not in [0, 1), `serving` has prefix caching, or windows are to
@@ -245,6 +252,7 @@ class CoMemory:
     fused: bool = True
     headroom: float = 0.02
     lanes: Literal[1, 2] = 1
+    records: RecordRules | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
@@ -276,47 +284,69 @@ class CoMemory:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        served = tuple([piece for piece in batch if piece.job.training is None])
+        served = tuple([s._replace(record=False) for s in batch if s.job.training is None])
         trained = [piece for piece in batch if piece.job.training is not None]
-        samples = HeldSamples(view, plan, gives_way=self.buffers == "grown")
+        records = None
+        if self.records is not None and view.records:
+            records = HeldRecords(view, plan, self.records)
+            records.drop_old()
+        samples = HeldSamples(view, plan, gives_way=self.buffers == "grown", records=records)
         if served and batch[0].job.training is not None:
             for piece in trained:
-                self._place(piece, (), view, plan)
+                self._place(piece, (), view, plan, records)
             if plan:
                 return
             trained = []
         for piece in trained:  # updates come first: a window behind one finds its weights
             if piece.work is Work.UPDATE:
-                self._place(piece, served, view, plan)
+                self._place(piece, served, view, plan, records)
         if served:
             self.serving.fit(served, *samples.beside(view, plan))
+        if self.records is not None:
+            record(batch, view, plan, self.records)
+        if records is not None:
+            records.hedge()
         for piece in trained:
             if piece.work is not Work.UPDATE and piece.job.job_id not in samples.restarted:
-                self._place(piece, served, view, plan)
+                self._place(piece, served, view, plan, records)
         if not plan and trained and not view.serving and not view.in_flight:
             samples.give_way_to(trained[-1].job)
+            if not plan and records is not None and trained[-1].record:
+                records.drop_of(trained[-1])  # its sample goes forward whole
             if not plan:
                 self._refuse_endless(trained[-1], view, plan)
 
     def _place(
-        self, piece: Slice, served: tuple[Slice, ...], view: View, plan: PlanBuilder
+        self,
+        piece: Slice,
+        served: tuple[Slice, ...],
+        view: View,
+        plan: PlanBuilder,
+        records: HeldRecords | None,
     ) -> None:
         """Writes a launch that finetunes, if there is room for it beside what is served."""
-        lasting = self._lasting(piece, view)
-        footprint, grows = _growth(piece, lasting, view, plan)
+        lasting, given = self._lasting(piece, view), _given_kv(piece, view, plan)
+        footprint, grows = _growth(piece, lasting, view, plan, given)
         needs = dict(_needs(footprint, grows, plan, view.device))
+        needs[Tier.GPU, view.device] += 0 if given is None else given[1]
         pool = (Tier.GPU, view.device)
         nbytes = needs.pop(pool)
         if any([count > plan.room(other) for other, count in needs.items()]):
             return
         spare = 0 if piece.work is Work.UPDATE else self._headroom_bytes(view)
         need_bytes = nbytes and nbytes + spare
+        if records is not None and need_bytes > plan.room(pool):
+            records.keep_for(piece)
+            while need_bytes > plan.room(pool) and records.give_way(pool):
+                pass
         idle = idle_adapters(view, plan, served) if need_bytes > plan.room(pool) else []
         if need_bytes > plan.room(pool) + sum(map(plan.held, idle)):
             return
         for place in idle:
             if need_bytes > plan.room(pool):
                 plan.free(place)
+        if given is not None:
+            plan.move(given[0], kv_place(piece.job.job_id, device=view.device))
         for place in _absent(footprint.comes, plan):
             plan.move(on_host(place), place)
         plan.grow_all(grows)
@@ -333,6 +363,16 @@ class CoMemory:
         for place in footprint.frees:
             if place not in lasting:
                 plan.free(place)
+        if self.records is not None and piece.work is Work.BACKWARD:
+            self._bring_ahead(piece, view, plan, spare)
+
+    def _bring_ahead(self, piece: Slice, view: View, plan: PlanBuilder, spare: int) -> None:
+        """Brings what the next backwards read of a record, as far as there is room."""
+        assert self.records is not None
+        for place in ahead_of(piece, view.device, self.records.ahead):
+            if plan.holds(away := on_host(place)) and not plan.holds(place):
+                if plan.held(away) + spare <= plan.room(place.pool):
+                    plan.move(away, place)
 
     def _lasting(self, piece: Slice, view: View) -> Mapping[Place, int]:
         """Bytes of the places that a job keeps to its end."""
@@ -418,10 +458,29 @@ def joins(piece: Slice) -> bool:
     return piece.work is Work.FORWARD and training.spec.recipe.lora_rank is not None
 
 
+def _given_kv(piece: Slice, view: View, plan: PlanBuilder) -> tuple[Place, int] | None:
+    """Where keys and values of a record lie that a sample starts behind, and their bytes."""
+    training = piece.job.training
+    assert training is not None
+    record = training.adoptable(piece.microbatch) if piece.record else None
+    if record is None:
+        return None
+    here = kv_place(record.request, device=view.device)
+    src = here if plan.holds(here) else on_host(here)
+    return src, plan.held(src)
+
+
 def _growth(
-    piece: Slice, lasting: Mapping[Place, int], view: View, plan: PlanBuilder
+    piece: Slice,
+    lasting: Mapping[Place, int],
+    view: View,
+    plan: PlanBuilder,
+    given: tuple[Place, int] | None = None,
 ) -> tuple[WindowFootprint, list[Grow]]:
-    """The footprint of a launch, and what grows for it; `lasting`: bytes that a job keeps."""
+    """The footprint of a launch, and what grows for it.
+
+    `lasting`: bytes that a job keeps; `given`: keys and values that its sample gets beforehand.
+    """
     training = piece.job.training
     assert training is not None
     footprint = window_footprint(piece, training, view.page, view.device)
@@ -432,6 +491,9 @@ def _growth(
             largest[place] = max(nbytes, largest.get(place, 0))
         sizes = largest.items()
     lacks = [(place, nbytes - plan.held(place)) for place, nbytes in sizes]
+    if given is not None:
+        kv = kv_place(piece.job.job_id, device=view.device)
+        lacks = [(place, n - given[1] * (place == kv)) for place, n in lacks]
     return footprint, [Grow(place, nbytes) for place, nbytes in lacks if nbytes > 0]
 
 
@@ -441,17 +503,22 @@ class HeldSamples:
     Where serving needs bytes of it, the sample of the last job gives all of its bytes back and
     begins anew, then that of the job before it.
 
+    Records give way before samples do.
+
     Args:
         view: what the policy was shown.
         plan: the plan that is written.
         gives_way: whether samples give way at all.
+        records: those that no sample uses; None: there are none.
 
     Attributes:
         restarted: numbers of the jobs whose samples begin anew.
     """
 
-    def __init__(self, view: View, plan: PlanBuilder, gives_way: bool) -> None:
-        self._plan = plan
+    def __init__(
+        self, view: View, plan: PlanBuilder, gives_way: bool, records: HeldRecords | None = None
+    ) -> None:
+        self._plan, self._records = plan, records
         jobs = [job for job in training_jobs(view) if _finetunes(job)] if gives_way else []
         found = [(job, _held_places(job, plan, view.device)) for job in jobs]
         self._jobs = [(job, places) for job, places in found if places]
@@ -467,9 +534,12 @@ class HeldSamples:
         Returns:
             A view without samples, and a builder that has room made where a pool lacks it.
         """
-        if not self._jobs:
-            return side_of(view, trains=False), plan
         own = {place: plan.held(place) for _, places in self._jobs for place in places}
+        for kept in () if self._records is None else self._records.left:
+            assert self._records is not None
+            own |= {place: plan.held(place) for place in self._records.on_device(kept)}
+        if not own:
+            return side_of(view, trains=False), plan
         nbytes = Counter[Pool]()
         for place, size in own.items():
             nbytes[place.pool] += size
@@ -489,7 +559,11 @@ class HeldSamples:
             self._restart_last()
 
     def _make_room(self, pool: Pool, nbytes: int) -> None:
-        while self._jobs and self._plan.room(pool) < nbytes:
+        while self._plan.room(pool) < nbytes:
+            if self._records is not None and self._records.give_way(pool):
+                continue
+            if not self._jobs:
+                return
             self._restart_last()
 
     def _restart_last(self) -> None:

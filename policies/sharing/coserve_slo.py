@@ -10,6 +10,7 @@ from typing import Literal
 from engine.contract.job import Job
 from engine.contract.plan import COMPUTE_LANE, Compute, Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
+from engine.contract.records import forward_ahead
 from engine.contract.regions import Work
 from engine.contract.view import Cost, Profile, View
 from policies.sharing.coserve import (
@@ -215,9 +216,10 @@ class _Step:
             return update
         self._limit_ns -= self._ns(*update) if update else 0
         total, units = training.spec.tokens_of(microbatch), training.spec.num_units
-        forward, backward = training.frontier(microbatch)
-        if ahead := total - forward[-1]:
-            window = Slice(job, ahead, Work.FORWARD, range(units), microbatch)
+        _, backward = training.frontier(microbatch)
+        ahead, is_behind = forward_ahead(training, microbatch)
+        if ahead:
+            window = Slice(job, ahead, Work.FORWARD, range(units), microbatch, record=is_behind)
             tokens = self._forward_tokens(window)
             return (*update, window._replace(tokens=tokens)) if tokens else update
         back = units_back(training, microbatch, 1)

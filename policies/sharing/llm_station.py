@@ -8,6 +8,7 @@ from math import floor
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
+from engine.contract.records import forward_ahead
 from engine.contract.regions import Work
 from engine.contract.view import View
 from policies.sharing.coserve import beside_windows, due_update, first_with_work
@@ -114,10 +115,12 @@ class LlmStation:
         if microbatch is None or not training.is_released(microbatch):
             return update, None
         total, units = training.spec.tokens_of(microbatch), training.spec.num_units
-        forward, backward = training.frontier(microbatch)
-        if ahead := total - forward[-1]:
+        _, backward = training.frontier(microbatch)
+        ahead, is_behind = forward_ahead(training, microbatch)
+        if ahead:
             tokens = min(ahead, self.tasklet_tokens)
-            return update, Slice(job, tokens, Work.FORWARD, range(units), microbatch)
+            window = Slice(job, tokens, Work.FORWARD, range(units), microbatch, record=is_behind)
+            return update, window
         top = max([unit for unit in range(training.first, units - 1) if backward[unit] < total])
         tokens = min(total - backward[top], self.tasklet_tokens)
         return update, Slice(job, tokens, Work.BACKWARD, range(top, top + 1), microbatch)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
+from engine.contract.records import forward_ahead
 from engine.contract.regions import Work
 from engine.contract.view import View
 from policies.sharing.coserve import beside_windows, due_update, first_with_work, units_back
@@ -94,9 +95,10 @@ def next_turn(
     if microbatch is None or not training.is_released(microbatch):
         return update
     total, units = training.spec.tokens_of(microbatch), training.spec.num_units
-    forward, _ = training.frontier(microbatch)
-    if ahead := total - forward[-1]:
+    ahead, is_behind = forward_ahead(training, microbatch)
+    if ahead:
         tokens = min(ahead, window_tokens or ahead)
-        return (*update, Slice(job, tokens, Work.FORWARD, range(units), microbatch))
+        window = Slice(job, tokens, Work.FORWARD, range(units), microbatch, record=is_behind)
+        return (*update, window)
     back = units_back(training, microbatch, backward_layers or units)
     return (*update, Slice(job, total, Work.BACKWARD, back, microbatch))

@@ -21,7 +21,7 @@ from engine.contract.plan import Copy, Slice
 from engine.contract.regions import Place, Region, Tier, adapter_place
 from models.parameters import adapter_parameters, layer_name
 from models.spec import ModelSpec
-from runtime.finetuning.products import products_of
+from runtime.finetuning.products import LayerProduct, products_of
 from runtime.finetuning.recording import weight_of
 from runtime.serving.model import first_of
 from runtime.serving.packing import Packed
@@ -119,7 +119,7 @@ class ServedAdapters:
         self._store.grow(op.dst, storage.nbytes())
 
     def through(self, slices: Sequence[Slice], packed: Packed) -> AdaptedRows | None:
-        """What runs the rows of a launch through adapters.
+        """What runs the rows of a launch through adapters, but those that are recorded.
 
         Args:
             slices: Of the launch.
@@ -128,7 +128,7 @@ class ServedAdapters:
         Returns:
             A context for the layers of the launch; None where no row has an adapter.
         """
-        versions = {piece.job.job_id: piece.job.adapter for piece in slices}
+        versions = {s.job.job_id: s.job.adapter for s in slices if not s.record}
         rows, stop = dict[Place, list[int]](), 0
         for piece, end in zip(
             packed.pieces, accumulate([piece.tokens for piece in packed.pieces]), strict=True
@@ -137,6 +137,25 @@ class ServedAdapters:
             if (version := versions.get(piece.job_id)) is not None:
                 rows.setdefault(version.place(), []).extend(range(start, stop))
         return AdaptedRows(self, rows) if rows else None
+
+    def products(
+        self, region: Region, products: Mapping[int, LayerProduct]
+    ) -> dict[int, LayerProduct]:
+        """The products of a job's layers with a version of its adapter in the place of its own.
+
+        Args:
+            region: The version, which is on the device.
+            products: Of the job, by address of the matrix.
+
+        Returns:
+            By address, too.
+        """
+        found, matrices = dict[int, LayerProduct](), self.matrices(region)
+        for address, product in products.items():
+            own = matrices.get(self._names[address][0])
+            down, up, scale = own or (None, None, 1.0)
+            found[address] = product._replace(down=down, up=up, scale=scale)
+        return found
 
     def matrices(self, region: Region) -> dict[str, Matrices]:
         """The matrices of a version on the device, by product.

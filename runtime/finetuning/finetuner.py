@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from engine.contract import regions
 from engine.contract.layout import Mode, TrainingLayout
+from engine.contract.records import Record
 from engine.contract.regions import Region, Tier
 from runtime.finetuning.backward import Known
 from runtime.finetuning.model import NO_LABEL, FinetunedModel
@@ -43,6 +44,13 @@ class SampleWindow(NamedTuple):
     start: int
     tokens: int
     table: Tensor  # page ids as far as the window's last token
+    record: Record | None = None  # what the sample uses of one
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the first window forward of its sample."""
+        record = self.record
+        return self.start == (0 if record is None or record.start else record.stop)
 
     @property
     def stop(self) -> int:
@@ -144,8 +152,8 @@ class Finetuner:
         return FusedWindow(self.trainee.by_address, first, window.tokens)
 
     def _begin(self, window: SampleWindow) -> None:
-        """A window goes forward; that at the first token of a sample begins it anew."""
-        if not window.start:
+        """A window goes forward; the first one of a sample begins it anew."""
+        if window.begins:
             self._firsts = []
         self._firsts.append(window.start)
 
@@ -154,6 +162,14 @@ class Finetuner:
         if layer + 1 >= self.trainee.first:
             storages = storages_of(kept, self._fields(layer))
             self._append(window, self._kept(layer + 1, window.start), storages)
+
+    def keep_record(
+        self, request: int, first: int, layer: int, kept: Mapping[str, Tensor]
+    ) -> None:
+        """Keeps what a layer has recorded of a window of a prompt that is served."""
+        if layer + 1 >= self.trainee.first:
+            region = regions.kept(request, layer + 1, first=first).region
+            self._store.put(region, storages_of(kept, self._fields(layer)))
 
     @torch.no_grad()
     def finish(self, window: SampleWindow, hidden: Tensor) -> None:
@@ -179,8 +195,12 @@ class Finetuner:
             gradient[low - window.start :] = to_rows[0]
             self._add(trained, to_parameters)
             loss = found.detach()
-        self._append(window, self._passed, [own(gradient).untyped_storage()])
-        self._so_far = self._so_far + loss if window.start else loss
+        parts, record = [own(gradient).untyped_storage()], window.record
+        if record is not None and window.start == record.stop:  # the prompt carries no loss
+            none = gradient.new_zeros((record.tokens, gradient.shape[-1]))
+            parts.insert(0, none.untyped_storage())
+        self._append(window, self._passed, parts)
+        self._so_far = loss if window.begins else self._so_far + loss
         if window.stop == sample.tokens:
             self._losses[microbatch] = self._so_far
 
@@ -217,11 +237,12 @@ class Finetuner:
     ) -> Tensor:
         """Adds a layer's gradients; returns that of its input, [tokens, hidden], if one is due."""
         trainee, unit = self.trainee, layer + 1
-        storages = self._stored(unit, launch)
+        storages, firsts = self._stored(unit, window, launch)
         if unit in self._again:
-            kept = self._repeated(layer, window, storages)
+            kept = self._repeated(layer, window, storages, firsts)
         else:
-            kept = kept_rows(storages, trainee.fields[layer], window.start, window.stop)
+            fields = trainee.fields[layer]
+            kept = kept_rows(storages, fields, firsts, window.start, window.stop)
         parameters, trained = self._trained(unit)
         passes = unit > trainee.first
         with torch.enable_grad():
@@ -236,11 +257,26 @@ class Finetuner:
         self._add(trained, gradients[: len(parameters)])
         return gradients[-1][0] if passes else given
 
-    def _stored(self, unit: int, launch: str) -> list[UntypedStorage | None]:
-        """What a unit has kept of the sample under way, window behind window."""
-        firsts = self._firsts if unit in self._away else [0]
-        stays = [self._store.find(self._kept(unit, at), Tier.GPU, launch) for at in firsts]
-        return [storage for stay in stays for storage in stay.storages]
+    def _stored(
+        self, unit: int, window: SampleWindow, launch: str
+    ) -> tuple[list[UntypedStorage | None], list[int]]:
+        """What a unit has kept of the sample under way, window behind window; first tokens."""
+        record, width = window.record, len(self._fields(unit - 1))
+        found = list[tuple[int, Sequence[UntypedStorage | None]]]()
+        if unit in self._away:
+            for first in self._firsts:
+                stay = self._store.find(self._kept(unit, first), Tier.GPU, launch)
+                found.append((first, stay.storages))
+        else:
+            storages = self._store.find(self._kept(unit, 0), Tier.GPU, launch).storages
+            parts = [storages[at : at + width] for at in range(0, len(storages), width)]
+            found += zip(self._firsts, parts, strict=True)
+        for first in () if record is None else record.firsts:
+            assert record is not None
+            region = regions.kept(record.request, unit, first=first).region
+            found.append((first, self._store.find(region, Tier.GPU, launch).storages))
+        found.sort(key=lambda pair: pair[0])
+        return [s for _, part in found for s in part], [first for first, _ in found]
 
     def _fields(self, layer: int) -> Sequence[Field]:
         """What a layer keeps from its forward on: its input alone, if it runs again."""
@@ -248,16 +284,20 @@ class Finetuner:
         return fields[:1] if layer + 1 in self._again else fields
 
     def _repeated(
-        self, layer: int, window: SampleWindow, storages: Sequence[UntypedStorage | None]
+        self,
+        layer: int,
+        window: SampleWindow,
+        storages: Sequence[UntypedStorage | None],
+        firsts: Sequence[int],
     ) -> dict[str, Tensor]:
         """What a layer would have kept of a window, from its input: by the forward's windows."""
         trainee, fields, found = self.trainee, self._fields(layer), dict[str, Tensor]()
-        for low, high in window_bounds(storages, fields):
+        for low, high in window_bounds(storages, fields, firsts):
             first, last = max(low, window.start), min(high, window.stop)
             if first >= last:
                 continue
             part = window._replace(start=first, tokens=last - first)
-            hidden = kept_rows(storages, fields, first, last)[INPUT]
+            hidden = kept_rows(storages, fields, firsts, first, last)[INPUT]
             recording = Recording(trainee.roles[layer], self._kv(part), None)
             turns = trainee.turns(part.positions)
             with recording:
@@ -397,7 +437,7 @@ class Finetuner:
     ) -> None:
         """Adds a window to what a region has of the sample; that of the sample before it goes."""
         stay = self._store.find(region, Tier.GPU, "a window forward", as_new=False)
-        before = stay.storages if window.start else ()
+        before = () if window.begins else stay.storages
         self._store.put(region, [*before, *storages])
 
     def _kv(self, window: SampleWindow) -> WindowKV:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, UntypedStorage
 from engine.contract.adapter_check import is_publication
 from engine.contract.executor import Launch, Piece
 from engine.contract.plan import Compute, Copy, Op, Slice
-from engine.contract.regions import Kind, Place, Pool, Tier, Work
+from engine.contract.records import Record
+from engine.contract.regions import Kind, Place, Pool, Region, Tier, Work
 from runtime.executors.machine import Machine, Tokens
 from runtime.finetuning.adapters import ServedAdapters
 from runtime.finetuning.finetuner import Finetuner, SampleWindow
@@ -32,6 +34,17 @@ class JobWindow(NamedTuple):
     first: int
 
 
+class RecordedRows(NamedTuple):
+    """A slice of a prompt that is recorded: rows from `first` on of a packed launch."""
+
+    request: int
+    learner: int  # the job that may learn from it
+    version: Region  # of its adapter
+    start: int  # its first token in the prompt
+    tokens: int
+    first: int
+
+
 class PreparedWindows(NamedTuple):
     """A launch that finetunes, or a copy of what a job holds.
 
@@ -42,6 +55,7 @@ class PreparedWindows(NamedTuple):
         alone: Windows that run by themselves, each packed.
         others: Slices that go back or update, with the pages of the former.
         through: Runs rows of requests through their adapters; None where none has one.
+        recorded: Slices of prompts that are recorded, behind the windows of `joined`.
     """
 
     launch: Launch
@@ -50,6 +64,7 @@ class PreparedWindows(NamedTuple):
     alone: tuple[tuple[JobWindow, Packed], ...]
     others: tuple[tuple[Slice, SampleWindow | None], ...]
     through: AbstractContextManager[Any] | None = None
+    recorded: tuple[RecordedRows, ...] = ()
 
 
 class FinetuningMachine(Machine[Prepared | PreparedWindows]):
@@ -99,23 +114,28 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         if isinstance(op, Copy) and op.src.region.kind is not Kind.KV:
             return PreparedWindows(launch, None, (), (), ())
         slices = op.slices if isinstance(op, Compute) else ()
-        if all(piece.job.training is None for piece in slices):
+        if all(piece.job.training is None and not piece.record for piece in slices):
             return self.serving.prepare(launch)
         served, joined = list[Piece](), list[tuple[Slice, Piece]]()
+        recorded = list[tuple[Slice, Piece]]()
         alone, others = list[tuple[Slice, Piece]](), list[tuple[Slice, SampleWindow | None]]()
         serves = any(piece.job.training is None for piece in slices)
         for own, piece in zip(slices, launch.pieces, strict=True):
             if own.job.training is None:
                 if own.layers is not None:
                     raise NotImplementedError("a launch with a window serves all layers at once")
-                served.append(piece)
+                if own.record:
+                    recorded.append((own, piece))
+                else:
+                    served.append(piece)
             elif own.work is not Work.FORWARD:
                 others.append((own, None if own.work is Work.UPDATE else self._window(own, piece)))
             else:
                 self._begin(own, piece)
                 shares = self._finetuners[own.job.job_id].trainee.shares
                 (joined if serves and shares else alone).append((own, piece))
-        fused = self._pack([piece for _, piece in joined], served) if serves else None
+        windows = [piece for _, piece in (*joined, *recorded)]
+        fused = self._pack(windows, served) if serves else None
         packs = [(self._pack([piece]), own, piece) for own, piece in alone]
         return PreparedWindows(
             launch,
@@ -124,18 +144,34 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             tuple([(next(self._rows([(o, p)], packed)), packed) for packed, o, p in packs]),
             tuple(others),
             None if fused is None or self._adapters is None else self._through(op, fused),
+            self._recorded(recorded, len(joined), fused) if fused else (),
         )
+
+    def _recorded(
+        self, recorded: Sequence[tuple[Slice, Piece]], behind: int, packed: Packed
+    ) -> tuple[RecordedRows, ...]:
+        """The rows of slices that are recorded, which lie behind so many windows."""
+        found = list[RecordedRows]()
+        for (own, piece), rows in zip(recorded, packed.rows.prefills[behind:], strict=False):
+            version = own.job.adapter
+            assert version is not None, "a recorded request runs through an adapter"
+            (learner,) = [
+                i for i, f in self._finetuners.items() if f.job.publish == version.name
+            ]
+            bounds = (piece.context_tokens, piece.tokens, rows.start)
+            found.append(RecordedRows(piece.job_id, learner, version.place().region, *bounds))
+        return tuple(found)
 
     def _through(self, op: Op, fused: Packed) -> AbstractContextManager[Any] | None:
         assert self._adapters is not None and isinstance(op, Compute), "a launch with adapters"
         return self._adapters.through(op.slices, fused)
 
     def _begin(self, own: Slice, piece: Piece) -> None:
-        """At the first token of a sample its ids become those of the job."""
+        """With the first window of a sample its ids become those of the job."""
         finetuner = self._finetuners[own.job.job_id]
         if own.layers != range(finetuner.trainee.num_units):
             raise NotImplementedError(f"a window goes through all units at once, not {own.layers}")
-        if not piece.context_tokens:
+        if own.record or not piece.context_tokens:
             ids = finetuner.ids(own.microbatch, _sample_of(own))[0].tolist()
             self.serving.packer.transcripts[own.job.job_id] = Transcript(ids)
 
@@ -146,7 +182,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         """The windows as they lie in packed rows; they come first."""
         for (own, piece), rows in zip(windows, packed.rows.prefills, strict=False):
             bounds = (piece.context_tokens, piece.tokens)
-            window = SampleWindow(own.microbatch, _sample_of(own), *bounds, rows.table)
+            given = (*bounds, rows.table, _record_of(own))
+            window = SampleWindow(own.microbatch, _sample_of(own), *given)
             yield JobWindow(own.job.job_id, window, rows.start)
 
     def _window(self, own: Slice, piece: Piece) -> SampleWindow:
@@ -155,7 +192,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         count = -(-(start + tokens) // packer.page_tokens)
         pages = packer.transcripts[own.job.job_id].pages[:count]  # a copy, which stays
         table = torch.frombuffer(pages, dtype=torch.int64)
-        return SampleWindow(own.microbatch, _sample_of(own), start, tokens, table)
+        given = (start, tokens, table, _record_of(own))
+        return SampleWindow(own.microbatch, _sample_of(own), *given)
 
     # ---- the work
     def execute(self, prepared: Prepared | PreparedWindows) -> tuple[int, ...]:
@@ -178,27 +216,37 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         tokens: Tokens = ()
         if prepared.fused is not None:
             with prepared.through or nullcontext():
-                tokens = (self._fused(prepared.fused, prepared.joined),)
+                tokens = (self._fused(prepared.fused, prepared.joined, prepared.recorded),)
         for (job_id, window, _), packed in prepared.alone:
             self._finetuners[job_id].forward(window, packed.rows.slots)
         for own, back in prepared.others:
             self._other(own, back)
         return tokens
 
-    def _fused(self, packed: Packed, joined: Sequence[JobWindow]) -> Tensor | None:
+    def _fused(
+        self, packed: Packed, joined: Sequence[JobWindow], recorded: Sequence[RecordedRows]
+    ) -> Tensor | None:
         """One forward of requests and windows; the sampled tokens of the former."""
         decoder, own = self.serving.decoder, list[tuple[Finetuner, SampleWindow, FusedWindow]]()
+        keeps = list[tuple[Callable[[int, Mapping[str, Tensor]], None], FusedWindow]]()
         for job_id, window, first in joined:
             finetuner = self._finetuners[job_id]
             own.append((finetuner, window, finetuner.fused(window, first)))
+            keeps.append((partial(finetuner.keep, window), own[-1][2]))
+        for request, learner, version, start, tokens, first in recorded:
+            assert self._adapters is not None, "a recorded request runs through an adapter"
+            finetuner = self._finetuners[learner]
+            products = self._adapters.products(version, finetuner.trainee.by_address)
+            keep = partial(finetuner.keep_record, request, start)
+            keeps.append((keep, FusedWindow(products, first, tokens)))
         hidden = self.serving.embed(packed)
         angles = decoder.angles(hidden, packed.positions)
         for layer in range(len(decoder.layers)):
-            inputs = [fused.began(hidden) for _, _, fused in own]
-            with Fusing([fused for _, _, fused in own]):
+            inputs = [fused.began(hidden) for _, fused in keeps]
+            with Fusing([fused for _, fused in keeps]):
                 hidden = decoder.layer(layer, hidden, angles, packed.rows)
-            for (finetuner, window, fused), rows in zip(own, inputs, strict=True):
-                finetuner.keep(window, layer, {INPUT: rows, **fused.kept})
+            for (keep, fused), rows in zip(keeps, inputs, strict=True):
+                keep(layer, {INPUT: rows, **fused.kept})
                 fused.kept = {}
         packed.rows.scratch.clear()
         for finetuner, window, fused in own:
@@ -250,3 +298,9 @@ def _sample_of(own: Slice) -> Sample:
     """The sample that a window is of, at its issue."""
     assert own.job.training is not None, "a slice of a job that finetunes"
     return own.job.training.spec.sample(own.microbatch)
+
+
+def _record_of(own: Slice) -> Record | None:
+    """What the sample of a window uses of a record, at its issue."""
+    assert own.job.training is not None, "a slice of a job that finetunes"
+    return own.job.training.adopted(own.microbatch)

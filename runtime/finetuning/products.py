@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -147,13 +148,18 @@ def storages_of(kept: Mapping[str, Tensor], fields: Sequence[Field]) -> list[Unt
 
 
 def kept_rows(
-    storages: Sequence[UntypedStorage | None], fields: Sequence[Field], start: int, stop: int
+    storages: Sequence[UntypedStorage | None],
+    fields: Sequence[Field],
+    firsts: Sequence[int],
+    start: int,
+    stop: int,
 ) -> dict[str, Tensor]:
     """The tokens [start, stop) of all fields.
 
     Args:
         storages: Of all windows, behind each other as `storages_of` has them.
         fields: Of the layer.
+        firsts: First token of each window in the sample.
         start: First token in the sample.
         stop: The token behind the last one.
 
@@ -161,26 +167,30 @@ def kept_rows(
         By field, [tokens, width]. A view where the tokens are those of one window, else a copy.
     """
     width, found = len(fields), dict[str, Tensor]()
+    bounds = window_bounds(storages, fields, firsts)
     for at, field in enumerate(fields):
-        parts, first = list[Tensor](), 0
-        for storage in map(present, storages[at::width]):
+        parts = list[Tensor]()
+        for storage, (first, end) in zip(map(present, storages[at::width]), bounds, strict=True):
             count = storage.nbytes() // (field.width * field.dtype.itemsize)
-            rows = typed(storage, field.dtype, (count, field.width))
-            low, high = max(start - first, 0), min(stop - first, count)
+            low, high = max(start, first), min(stop, end)
             if low < high:
-                parts.append(rows[low:high])
-            first += count
+                rows = typed(storage, field.dtype, (count, field.width))
+                parts.append(rows[low - first : high - first])
         found[field.name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return found
 
 
 def window_bounds(
-    storages: Sequence[UntypedStorage | None], fields: Sequence[Field]
+    storages: Sequence[UntypedStorage | None], fields: Sequence[Field], firsts: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """The windows in which a layer went forward: first token, and the token behind the last."""
-    field, found, first = fields[0], list[tuple[int, int]](), 0
-    for storage in map(present, storages[:: len(fields)]):
+    """The windows in which a layer went forward: first token, and the token behind the last.
+
+    A window ends where the next begins, also where it has more rows, as that of a record may.
+    """
+    field, found = fields[0], list[tuple[int, int]]()
+    following = [*firsts[1:], sys.maxsize]
+    own = map(present, storages[:: len(fields)])
+    for storage, first, after in zip(own, firsts, following, strict=True):
         count = storage.nbytes() // (field.width * field.dtype.itemsize)
-        found.append((first, first + count))
-        first += count
+        found.append((first, min(first + count, after)))
     return found

@@ -132,8 +132,7 @@ class TrainingJob:
     and the last unit is head and loss. A microbatch is `sequences` sequences of `sequence_tokens`.
     An update follows the gradients of `microbatches` of them, unless `has_update` is False. `ranks`
     devices train on microbatches of their own and share the update. `model` and `dataset` are
-    names. `record_of` is the request whose recorded serving activations this job may start from
-    (Alchemist).
+    names.
 
     A job with `samples` finetunes: a microbatch is one of them, in their order and from the first
     again, and goes through the units in windows of tokens. `sequence_tokens` is then the length of
@@ -156,7 +155,6 @@ class TrainingJob:
     model: str = ""
     dataset: str = ""
     recipe: Recipe = field(default_factory=Recipe)
-    record_of: int | None = None
     ranks: int = 1
     samples: tuple[Sample, ...] = ()
     until_served: bool = False

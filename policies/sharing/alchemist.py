@@ -1,0 +1,113 @@
+"""Which prompts are recorded, and when a job trains on their feedback (Alchemist, arXiv 2503.01066).
+
+That activations are kept in prefill alone, and used once feedback has come, is the paper's. What to
+record, when to train and all thresholds are ours: the text names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.contract.job import Job
+from engine.contract.plan import Slice
+from engine.contract.policy import Scheduling, Traits, traits_of
+from engine.contract.records import learner_of
+from engine.contract.view import View
+from policies.sharing.records import NS_PER_S, feedback_rate
+from policies.sharing.time_shared import side_of
+
+
+@dataclass(frozen=True)
+class Alchemist:
+    """Marks what is to be recorded, and lets a job train once feedback on enough answers is there.
+
+    Args:
+        sharing: shares the device between requests and what finetunes.
+        record: `none`; `all` prompts; those of tenants from whose answers a share of `least` gets
+            feedback, as far as is known (`threshold`); those on which feedback will come
+            (`oracle`); or prompts and answers (`everything`).
+        least: of `threshold`.
+        from_token: the first token that is recorded; those before it are computed again.
+        samples: that wait before a step begins.
+        max_wait_s: a step begins, too, once a sample has waited for so long; None: never.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    sharing: Scheduling
+    record: Literal["none", "all", "threshold", "oracle", "everything"] = "threshold"
+    least: float = 0.1
+    from_token: int = 0
+    samples: int = 1
+    max_wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("none", "all", "threshold", "oracle", "everything")
+        if self.record not in kinds:
+            raise ValueError(f"alchemist: record={self.record}: there are {', '.join(kinds)}")
+        if not 0 <= self.least <= 1:
+            raise ValueError(f"alchemist: least is {self.least}, must be in [0, 1]")
+        if self.from_token < 0 or self.samples < 1:
+            raise ValueError(
+                f"alchemist: from_token is {self.from_token}, samples {self.samples}: at least 0 and 1"
+            )
+        if self.max_wait_s is not None and not self.max_wait_s > 0:
+            raise ValueError(f"alchemist: max_wait_s is {self.max_wait_s}, must be above 0, or null")
+
+    @property
+    def traits(self) -> Traits:
+        """Bounds of what shares the device; what it would promise depends on what is recorded."""
+        sharing = traits_of(self.sharing)
+        return Traits(
+            step_tokens=sharing.step_tokens,
+            prompt_tokens=sharing.prompt_tokens,
+            max_jobs=sharing.max_jobs,
+            whole_samples=sharing.whole_samples,
+            service=sharing.service,
+        )
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        trains = any([self._may_train(job, view.now_ns) for job in view.training])
+        trains |= any([job.training is not None for job in view.waiting])
+        batch = self.sharing.batch(view if trains else side_of(view, trains=False))
+        if self.record == "none":
+            return tuple(batch)
+        learns = [job for job in (*view.training, *view.waiting) if job.training is not None]
+        return tuple([self._marked(piece, view, learns) for piece in batch])
+
+    def _may_train(self, job: Job, now_ns: int) -> bool:
+        """Whether a step is under way, or may begin."""
+        training = job.training
+        if training is None or not training.spec.learns or not training.begins_step:
+            return True
+        waiting = training.spec.samples[training.first_microbatch :]
+        if len(waiting) >= self.samples:
+            return True
+        if self.max_wait_s is None or not waiting:
+            return False
+        return now_ns - waiting[0].release_ns >= round(self.max_wait_s * NS_PER_S)
+
+    def _marked(self, piece: Slice, view: View, learns: Iterable[Job]) -> Slice:
+        job = piece.job
+        if job.training is not None or not job.may_record:
+            return piece
+        learner = learner_of(job, learns)
+        if learner is None or learner.training is None or job.adapter is None:
+            return piece
+        spec = learner.training.spec
+        if not spec.learns or job.adapter.version * spec.publish_every != learner.training.step:
+            return piece  # nothing comes of it, or its weights are old already
+        is_prompt = job.computed_tokens + piece.tokens <= job.prompt_tokens
+        if job.computed_tokens < self.from_token or not (is_prompt or self.record == "everything"):
+            return piece
+        return piece._replace(record=True) if self._is_wanted(job, view) else piece
+
+    def _is_wanted(self, job: Job, view: View) -> bool:
+        if self.record == "oracle":
+            return job.gets_feedback
+        if self.record == "threshold":
+            return feedback_rate(view.feedback.get(job.tenant)) >= self.least
+        return True

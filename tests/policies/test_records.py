@@ -1,0 +1,195 @@
+"""Records of served prompts: kept whole, used by samples, and first to give way."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.contract.adapters import AdapterSpec
+from engine.contract.layout import Mode
+from engine.contract.plan import Compute, Copy, Free, Plan, Slice
+from engine.contract.records import is_adoption
+from engine.contract.regions import Kind, Place, Tier, Work
+from models.parameters import adapter_bytes
+from policies.composed import Composed
+from policies.kv.paged_restart import PagedRestart
+from policies.kv.paged_swap import PagedSwap
+from policies.scheduling.chunked_prefill import ChunkedPrefill
+from policies.scheduling.recorded import RecordedPlans
+from policies.sharing.adapters import AdapterMemory
+from policies.sharing.alchemist import Alchemist
+from policies.sharing.coserve import CoMemory, CoServe
+from policies.sharing.records import RecordRules
+from tests.policies.finetuning_jobs import BUDGET, PAGE, SPEC, finetuning_job, layout_of_jobs
+from tests.policies.test_feedback import feedback
+from tests.support.replays import Replay, random_requests, replay
+from traces.serving.request import Request, TrainingJob
+from traces.training.recipe import Recipe
+
+RECIPE = Recipe(lora_rank=4)
+ADAPTER = AdapterSpec("a", RECIPE, adapter_bytes(SPEC, RECIPE))
+CHUNKED = ChunkedPrefill(BUDGET, 12)
+
+
+def through(requests: list[Request]) -> list[Request]:
+    return [replace(request, adapter="a") for request in requests]
+
+
+def learning(requests: list[Request], seed: int = 0, **given: Any) -> TrainingJob:
+    given.setdefault("microbatches", 4)
+    return finetuning_job(
+        1000, feedback(requests, seed), learns=True, publish="a", **{"recipe": RECIPE, **given}
+    )
+
+
+def alchemist(
+    serving: Any = None, rules: RecordRules | None = None, sharing: Any = None, **given: Any
+) -> Composed:
+    given.setdefault("record", "all")
+    memory = AdapterMemory(serving or PagedRestart())
+    return Composed(
+        Alchemist(sharing or CoServe(CHUNKED, BUDGET), **given),
+        CoMemory(memory, records=rules or RecordRules()),
+    )
+
+
+def run(requests: list[Request], job: TrainingJob, **given: Any) -> Replay:
+    given = {"pages": 900, "host_pages": 4000, "policy": alchemist()} | given
+    layout = layout_of_jobs([job], given["pages"], given.pop("modes", Mode.KEEP))
+    layout = layout.with_adapters([ADAPTER], [(Tier.HOST, 0)])
+    return replay(given.pop("policy"), [*requests, job], page=PAGE, layout=layout, **given)
+
+
+def slices_of(plan: Plan) -> list[Slice]:
+    return [piece for op in plan.ops if isinstance(op, Compute) for piece in op.slices]
+
+
+def adopted(found: Replay) -> list[int]:
+    """The requests behind whose records samples have started."""
+    return [
+        op.src.region.owner for plan in found.plans for op in plan.ops if is_adoption(op)
+        for op in [op] if isinstance(op, Copy)
+    ]
+
+
+def forward_tokens(found: Replay) -> int:
+    pieces = [piece for plan in found.plans for piece in slices_of(plan)]
+    own = [p.tokens for p in pieces if p.job.training is not None and p.work is Work.FORWARD]
+    return sum(own)
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("modes", [Mode.KEEP, Mode.RECOMPUTE, Mode.OFFLOAD])
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_start_behind_records(depth: int, offload: bool, modes: Mode) -> None:
+    requests = through(random_requests(3, 30, rate=300))
+    job = learning(requests, microbatches=8)
+    policy = alchemist(rules=RecordRules(offload=offload))
+    found = run(requests, job, depth=depth, modes=modes, policy=policy, noise=0.3).check()
+    alone = run(
+        requests, job, depth=depth, modes=modes, policy=alchemist(record="none"), noise=0.3
+    ).check()
+    used = adopted(found)
+    assert len(used) > 4 and not adopted(alone)
+    assert [row["status"] for row in found.rows("requests")] == ["finished"] * 30
+    assert len(found.rows("training")) == job.num_steps
+    saved = forward_tokens(alone) - forward_tokens(found)
+    prompts = {request.request_id: request.prompt_tokens for request in requests}
+    assert saved >= sum([prompts[request] - 1 for request in used])
+
+
+@pytest.mark.broad(4)
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("serving", [PagedRestart(), PagedSwap()], ids=["restart", "swap"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_laws_hold_under_pressure(depth: int, serving: Any, offload: bool) -> None:
+    """Memory never exceeds its capacity, contents are as launches find them, and all ends."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        requests = through(random_requests(seed, 30, rate=rng.choice([200, 2000])))
+        job = learning(requests, seed, microbatches=rng.choice([1, 2, 4]))
+        rules = RecordRules(
+            offload, rng.choice([0, 2]), rng.choice([0, 1, 3]), hedge=rng.choice([0, 0.3])
+        )
+        policy = alchemist(serving, rules, from_token=rng.choice([0, 0, 7]))
+        given = {"policy": policy, "depth": depth, "noise": 0.3, "seed": seed}
+        pages, host = rng.choice([300, 360, 500]), rng.choice([100, 400, 4000])
+        found = run(requests, job, pages=pages, host_pages=host, **given).check()
+        assert [row["status"] for row in found.rows("requests")] == ["finished"] * 30
+        assert len(found.rows("training")) == job.num_steps
+
+
+def by_requests(launch: Any) -> int:
+    """A launch takes as long as its requests make it."""
+    own = [s.tokens for s in getattr(launch.op, "slices", ()) if s.job.training is None]
+    return 1 + 1000 * sum(own) + launch.nbytes
+
+
+def of_requests(found: Replay) -> list[list[tuple[int, int]]]:
+    """Per plan, the slices of requests as job and tokens; plans without any are left out."""
+    plans = [
+        [(s.job.job_id, s.tokens) for s in slices_of(plan) if s.job.training is None]
+        for plan in found.plans
+    ]
+    return [plan for plan in plans if plan]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_records_cause_no_restart(seed: int, offload: bool) -> None:
+    """Requests are planned as if records and samples held nothing."""
+    requests = through(random_requests(seed, 30, rate=2000))
+    job = learning(requests, seed, until_served=True)
+    pages = random.Random(seed).choice([300, 360])
+    given = {"pages": pages, "duration": by_requests}
+    rules = RecordRules(offload=offload)
+    found = run(requests, job, policy=alchemist(rules=rules), **given).check()
+    without = run(requests, job, policy=alchemist(record="none"), **given).check()
+    assert of_requests(found) == of_requests(without)
+    assert any(piece.record for plan in found.plans for piece in slices_of(plan))
+
+
+def test_records_give_way_before_samples_do() -> None:
+    requests = through(random_requests(1, 40, rate=2000))
+    job = learning(requests, 1)
+    found = run(requests, job, pages=300, host_pages=0).check()
+    kinds = Counter(
+        op.place.region.kind
+        for plan in found.plans
+        for op in plan.ops
+        if isinstance(op, Free) and op.place.region.owner < 1000
+    )
+    assert kinds[Kind.ACTIVATION] > 0, "there is no host: records that give way are dropped"
+
+
+def test_an_update_makes_records_old() -> None:
+    """With a version behind each sample, only what was served with the newest one is of use."""
+    requests = through(random_requests(3, 30, rate=300))
+    each = run(requests, learning(requests, microbatches=1)).check()
+    once = run(requests, learning(requests, microbatches=8)).check()
+    assert len(adopted(each)) < len(adopted(once))
+
+
+def test_a_log_is_played_back() -> None:
+    requests = through(random_requests(8, 25, rate=500))
+    job = learning(requests, 3, microbatches=1)
+    found = run(requests, job, noise=0.4, seed=1).check()
+    assert adopted(found)
+    order = [
+        piece.job.training.spec.sample(piece.microbatch)
+        for plan in found.plans
+        for piece in slices_of(plan)
+        if piece.job.training is not None and piece.work is Work.UPDATE
+    ]
+    again = finetuning_job(
+        1000, [s._replace(release_ns=0) for s in order], publish="a", recipe=RECIPE, learns=False
+    )
+    played = run(
+        requests, again, policy=RecordedPlans(found.plan_log()), returns_memory=False
+    ).check()
+    assert played.booked() == found.booked()
