@@ -31,7 +31,9 @@ PACKAGES = ("models", "engine", "policies", "sim")
 # (sim/cost/contract.py). Reads of a View or Job are noted only where these classes are interpreted
 # (can_be_seen of engine/fast_forward/reads.py), which would cost every replay more than it saves.
 MODULES = {
-    "engine/contract": "executor job kv_check plan plan_check policy progress regions view",
+    "engine/contract": (
+        "executor job kv_check plan plan_check policy progress regions training_progress view"
+    ),
     "engine/memory": "dry_run ledger plan_builder pool scoreboard",
     "engine/loop": "admission asking completions engine issuing state",
     "engine/fast_forward": "decode_batch fast_forward horizon jump repeated_plan standing_plan",
@@ -49,7 +51,7 @@ NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit, or read
 OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
     "engine/contract/executor.py": {"Executor": OPEN, "Repeater": OPEN},
-    "engine/contract/job.py": {"TrainingProgress": NOT_NATIVE},
+    "engine/contract/training_progress.py": {"TrainingProgress": NOT_NATIVE},
     "engine/memory/dry_run.py": {"Shortage": NOT_NATIVE},
     "engine/loop/engine.py": {"Stalled": NOT_NATIVE},
     "engine/results/recorder.py": {"Recorder": OPEN},

@@ -32,10 +32,10 @@ import pyarrow.parquet as pq
 
 from benchmarks.fidelity.reproduction import RESULTS, write_page
 from engine.contract.executor import Launch
-from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region, Tier, Work
+from engine.contract.training_progress import TrainingProgress, layout_of
 from engine.contract.windows import sample_bytes, windows_of
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import Mode, TrainingLayout, Unit
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Collective, Grow, Pattern, Slice
 from engine.contract.regions import (
@@ -27,6 +26,7 @@ from engine.contract.regions import (
     workspace,
 )
 from engine.contract.rules import Remedy, SettingsConflict
+from engine.contract.training_progress import TrainingProgress, layout_of
 from traces.serving.request import TrainingJob
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NoReturn
 
-from engine.contract.job import NO_RECORD, Job, TrainingProgress
+from engine.contract.job import NO_RECORD, Job
 from engine.contract.layout import Mode
 from engine.contract.plan import Slice
-from engine.contract.records import updates_behind
+from engine.contract.records import is_stale
 from engine.contract.regions import Work
 from engine.contract.rules import ContractError, Rule
+from engine.contract.training_progress import TrainingProgress
 
 
 def advance_serving(piece: Slice) -> bool:
@@ -230,7 +231,8 @@ def _behind_record(piece: Slice, training: TrainingProgress) -> TrainingProgress
     record = training.adoptable(microbatch)
     if record is None:
         _refuse(job_id, f"microbatch {microbatch} behind a record: there is none of its request")
-    if behind := updates_behind(record, training):
+    if is_stale(record.adapter, training):
+        behind = training.updates_behind(record.adapter)
         what = f"a record of request {record.request}, which is {behind} updates behind"
         _refuse(job_id, what)
     found = training.copy()

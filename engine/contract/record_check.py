@@ -121,9 +121,7 @@ class RecordCheck:
             found.append(place)
         return found
 
-    def _check_whole(
-        self, request: int, plan: Plan, made: set[Region], is_restarted: bool
-    ) -> None:
+    def _check_whole(self, request: int, plan: Plan, made: set[Region], is_restarted: bool) -> None:
         """A plan that touches a record leaves all of it, or none."""
         there = {place for place in self._places_of.get(request, ())}
         for op in plan.ops:
@@ -143,7 +141,9 @@ class RecordCheck:
             _refuse("a restart: what is recorded of it is to be freed", request)
         if own and own != before | made:
             lost = next(iter((before | made) - own))
-            _refuse(f"{told(Place(lost, Tier.GPU))} is freed, and the rest of its record stays", request)
+            _refuse(
+                f"{told(Place(lost, Tier.GPU))} is freed, and the rest of its record stays", request
+            )
         has_kv = any([place.region.kind is Kind.KV for place in there])
         if request not in self._jobs and bool(own) is not has_kv:
             what = "keys and values" if own else "the record"

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from engine.contract.adapters import AdapterVersion
-from engine.contract.job import Job, TrainingProgress, layout_of
+from engine.contract.job import Job
 from engine.contract.plan import Copy, Free, Grow, Op, Share
 from engine.contract.regions import Kind, Place, Tier, kept, kv_place
+from engine.contract.training_progress import TrainingProgress, layout_of
 
 
 class Record(NamedTuple):
@@ -30,6 +31,8 @@ class Record(NamedTuple):
         firsts: the first tokens of its windows.
         stop: the token behind the last one.
         made_ns: when its first window was issued.
+        stash: of what a sample uses: the version through which the sample runs, where that is
+            behind the weights of the job; else None.
     """
 
     request: int
@@ -40,6 +43,7 @@ class Record(NamedTuple):
     firsts: tuple[int, ...]
     stop: int
     made_ns: int
+    stash: AdapterVersion | None = None
 
     @property
     def start(self) -> int:
@@ -51,7 +55,7 @@ class Record(NamedTuple):
         """Tokens that are recorded."""
         return self.stop - self.firsts[0]
 
-    def for_sample(self, prompt_tokens: int) -> Record | None:
+    def for_sample(self, prompt_tokens: int, is_behind: bool = False) -> Record | None:
         """The part of a record that a sample may use.
 
         The last token of a prompt is computed again: its label is the first one of the answer, and
@@ -59,13 +63,15 @@ class Record(NamedTuple):
 
         Args:
             prompt_tokens: of the sample, which has those of the request or fewer.
+            is_behind: whether the weights of the job have had updates since.
 
         Returns:
             None where no token is left.
         """
         stop = min(self.stop, prompt_tokens - 1)
         firsts = tuple([first for first in self.firsts if first < stop])
-        return self._replace(firsts=firsts, stop=stop) if firsts else None
+        stash = self.adapter if is_behind else None
+        return self._replace(firsts=firsts, stop=stop, stash=stash) if firsts else None
 
 
 class FeedbackCount(NamedTuple):
@@ -150,17 +156,17 @@ def record_places(record: Record, training: TrainingProgress, device: int) -> tu
     )
 
 
-def updates_behind(record: Record, training: TrainingProgress) -> int:
-    """How many updates the weights of a job are ahead of those that a record was made with.
+def is_stale(version: AdapterVersion, training: TrainingProgress) -> bool:
+    """Whether what was served through a version is too old for a job to learn from its record.
 
     Args:
-        record: of a request.
-        training: the progress of its job.
+        version: of the adapter that the job trains.
+        training: the progress of the job.
 
     Returns:
-        0 where they are equal.
+        True beyond the staleness of the job.
     """
-    return training.step - record.adapter.version * training.spec.publish_every
+    return training.updates_behind(version) > training.spec.staleness
 
 
 class ForwardAhead(NamedTuple):
@@ -177,7 +183,7 @@ class ForwardAhead(NamedTuple):
 
 
 def forward_ahead(training: TrainingProgress, microbatch: int) -> ForwardAhead:
-    """What is ahead of a sample's forward, where its record is used if that is as new as weights.
+    """What is ahead of a sample's forward, where its record is used unless that is too old.
 
     Args:
         training: the progress of a finetuning job.
@@ -190,7 +196,7 @@ def forward_ahead(training: TrainingProgress, microbatch: int) -> ForwardAhead:
     record, is_behind = training.adopted(microbatch), False
     if record is None and not done:
         record = training.adoptable(microbatch)
-        is_behind = record is not None and not updates_behind(record, training)
+        is_behind = record is not None and not is_stale(record.adapter, training)
         record = record if is_behind else None
     if record is not None and done < record.start:
         return ForwardAhead(record.start - done, is_behind)

@@ -182,6 +182,7 @@ OURS = ("engine", "policies")  # packages whose lines a user cannot mend
 GUARDS = (
     "engine.contract.rules",
     "engine.contract.job",
+    "engine.contract.training_progress",
     "engine.loop.profile",
 )
 

@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 from engine.contract.adapter_check import is_publication
 from engine.contract.footprint import Exchange, gather
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.layout import Layout, TrainingLayout
 from engine.contract.plan import (
     COMPUTE_LANE,
@@ -51,6 +51,7 @@ from engine.contract.training_needs import (
     needs_of,
     reuses_weights,
 )
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.windows import window_footprint
 
 EMPTY = -1  # the stamp of a place that the plan begins, and has not written

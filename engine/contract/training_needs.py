@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.contract.footprint import Exchange, LaunchFootprint, launches_of
-from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.plan import HOST_LANE, Compute, Slice
 from engine.contract.regions import (
     GATHERED,
@@ -24,6 +23,7 @@ from engine.contract.regions import (
     unreduced,
     weight,
 )
+from engine.contract.training_progress import TrainingProgress, layout_of
 from engine.contract.windows import last_use_in_sample
 
 Key = tuple[int, Work, int, int, bool, str, int, bool]

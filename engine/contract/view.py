@@ -9,12 +9,13 @@ from typing import NamedTuple, Protocol
 
 from engine.contract.adapters import AdapterVersion
 from engine.contract.executor import Launch
-from engine.contract.job import NO_RECORDS, Job
+from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Grow, Op, Slice, one_token
 from engine.contract.records import FeedbackCount, Record
 from engine.contract.regions import PageSize, Place, Pool, Work
 from engine.contract.rules import stored_by_slot
+from engine.contract.training_progress import NO_RECORDS
 
 NO_FEEDBACK: Mapping[str, FeedbackCount] = MappingProxyType({})
 LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice

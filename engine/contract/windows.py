@@ -22,7 +22,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.progress import start_of
@@ -47,6 +46,7 @@ from engine.contract.regions import (
     weight,
     workspace,
 )
+from engine.contract.training_progress import TrainingProgress, layout_of
 from models.training.shape import WindowBytes
 
 Firsts = tuple[int, ...]  # of windows, their first tokens
@@ -193,7 +193,11 @@ def window_footprint(
         recorded, before = (record.request, record.firsts), record.tokens * (start >= record.stop)
     given = (piece.work, piece.layers, piece.tokens, start, total, rows, away)
     window = _Window(*given, recorded, before)
-    return _footprint(piece.job.job_id, layout_of(training), window, is_alone, page, device)
+    layout = layout_of(training)
+    footprint = _footprint(piece.job.job_id, layout, window, is_alone, page, device)
+    if record is None or record.stash is None:
+        return footprint
+    return footprint._replace(reads=(*footprint.reads, record.stash.place(device)))
 
 
 def record_behind(piece: Slice, training: TrainingProgress) -> Record | None:

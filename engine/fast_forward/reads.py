@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.contract.job import ALONE, Job
 from engine.contract.plan import Compute, Op, Plan, Slice
+from engine.contract.records import FeedbackCount, Record
 from engine.contract.regions import Place, Pool
 from engine.contract.rules import ReadOnlyList
 from engine.contract.view import Cost, KeptPages, Profile, View

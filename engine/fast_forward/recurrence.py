@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.plan import (
     Collective,
     Compute,
@@ -19,6 +19,7 @@ from engine.contract.plan import (
     Slice,
 )
 from engine.contract.regions import Kind, Place, Pool, later
+from engine.contract.training_progress import TrainingProgress
 from engine.loop.profile import EngineProfile
 from engine.loop.state import JobLists
 from engine.memory.ledger import Ledger

@@ -9,8 +9,9 @@ from typing import Any
 
 import simpy
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.training_check import TrainingContract
+from engine.contract.training_progress import TrainingProgress
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing
 from engine.loop.state import EngineState

@@ -279,6 +279,7 @@ class Engine(Lifecycle):
         recorder, ledger = state.recorder, state.ledger
         if state.jobs.service is not None:
             recorder.service = state.jobs.service.rows()
+        recorder.records = state.records.rows()
         training = [(i, recorder.steps_of(i.job_id)) for i in items if isinstance(i, TrainingJob)]
         outcomes, held = recorder.outcomes.values(), ledger.held_bytes
         check_end(outcomes, training, held, self._resident(), ledger.ended, state.forced)
@@ -422,7 +423,8 @@ class Engine(Lifecycle):
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
-        state.records.booked(plan, state.ledger.places_of)
+        over = state.records.booked(plan, state.ledger.places_of, state.now_ns)
+        state.records_over(over)
         if state.adapters is not None:
             self._publish(plan)  # behind the launches, whose jobs have the versions before
         return launches

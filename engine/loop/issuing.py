@@ -166,8 +166,8 @@ class Issuing:
             return False
         samples, state = advance_serving(piece), self._state
         if piece.record:
-            first = job.recorded_tokens - piece.tokens
-            state.records.extend(job, first, state.jobs, state.now_ns)
+            jobs = state.jobs.jobs.values()
+            state.records.extend(job, piece.tokens, jobs, state.now_ns)
         if samples and self._state.forced and self._completions.tokens_left(job) <= 0:
             self._completions.end_with(op, [job])
         return samples
@@ -179,12 +179,13 @@ class Issuing:
         state.recorder.begun(job.job_id, training.step, state.now_ns)
         if state.jobs.service is not None and not op.again:
             state.jobs.service.of(job).trains(piece)
-        record = training.adoptable(piece.microbatch) if piece.record else None
+        used = training.adoptable(piece.microbatch) if piece.record else None
+        behind = 0 if used is None else training.updates_behind(used.adapter)
         if not op.again and advance_training(piece):
             state.profile.completed_step(job.job_id)
             self._completions.step_with(op, job, training.step - 1)
-        if record is not None:
-            state.records.adopt(record.request)
+        if used is not None:
+            state.records.adopt(used, piece.microbatch, behind, state.now_ns)
 
 
 @lru_cache(maxsize=1 << 12)

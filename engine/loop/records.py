@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from engine.contract.job import Job
 from engine.contract.plan import Free, Plan
-from engine.contract.records import FeedbackCount, Record, learner_of
+from engine.contract.records import FeedbackCount, Record, learner_of, record_sizes
 from engine.contract.regions import Kind, Place
+from engine.results.outcomes import RecordOutcome
 
 
 class RecordBook:
@@ -16,45 +17,83 @@ class RecordBook:
 
     def __init__(self) -> None:
         self._records: dict[int, Record] = {}
+        self._adopted: dict[int, int] = {}  # by request whose record a sample uses: the job
         self.records: Mapping[int, Record] = MappingProxyType(self._records)
         self._feedback: dict[str, FeedbackCount] = {}
         self.feedback: Mapping[str, FeedbackCount] = MappingProxyType(self._feedback)
         self._tenants: dict[int, str] = {}  # of requests that are answered
+        self._outcomes: dict[int, RecordOutcome] = {}  # by request, of records that are held
+        self._over: list[RecordOutcome] = []
 
     # ---- records
-    def extend(self, job: Job, first: int, training: Iterable[Job], now_ns: int) -> None:
-        """A launch has recorded tokens of a request, from `first` on."""
-        stop = job.recorded_tokens
+    def extend(self, job: Job, tokens: int, training: Iterable[Job], now_ns: int) -> None:
+        """A launch has recorded so many more tokens of a request."""
+        learner, stop = learner_of(job, training), job.recorded_tokens
+        assert learner is not None and learner.training is not None, "the check lets no other pass"
+        assert job.adapter is not None, "a recorded request runs through an adapter"
         if (record := self._records.get(job.job_id)) is not None:
-            firsts = (*record.firsts, first)
+            firsts = (*record.firsts, stop - tokens)
             self._records[job.job_id] = record._replace(firsts=firsts, stop=stop)
-            return
-        learner = learner_of(job, training)
-        assert learner is not None and job.adapter is not None, "the check lets no other pass"
-        given = (job.job_id, learner.job_id, job.tenant, job.adapter, job.prompt_tokens)
-        self._records[job.job_id] = Record(*given, (first,), stop, now_ns)
+        else:
+            given = (job.job_id, learner.job_id, job.tenant, job.adapter, job.prompt_tokens)
+            self._records[job.job_id] = Record(*given, (stop - tokens,), stop, now_ns)
+            version = job.adapter.version
+            made = RecordOutcome(job.job_id, learner.job_id, version, now_ns)
+            self._outcomes[job.job_id] = made
+        sizes = record_sizes(job.job_id, learner.training, stop - tokens, tokens, 0)
+        self._outcomes[job.job_id].extend(tokens, sum([nbytes for _, nbytes in sizes]))
 
-    def adopt(self, request: int) -> None:
-        """A sample uses a record from now on: its places go with the sample's backward."""
-        del self._records[request]
+    def adopt(self, used: Record, sample: int, updates_behind: int, now_ns: int) -> None:
+        """A sample uses this of a record from now on: its places go with the sample's backward."""
+        self._adopted[used.request] = self._records.pop(used.request).job_id
+        self._outcomes[used.request].use(sample, used.tokens, updates_behind, now_ns)
 
-    def booked(self, plan: Plan, places_of: Mapping[int, Container[Place]]) -> None:
-        """A plan is booked: records go of which it has given everything back."""
-        if not self._records:
-            return
-        kind = Kind.ACTIVATION
+    def booked(
+        self, plan: Plan, places_of: Mapping[int, Iterable[Place]], now_ns: int
+    ) -> list[int]:
+        """A plan is booked: records go of which it has given everything back.
+
+        Args:
+            plan: the plan.
+            places_of: by owner, the places that are held behind it.
+            now_ns: when it is issued.
+
+        Returns:
+            The requests of these records.
+        """
+        if not self._records and not self._adopted:
+            return []
+        kind, over = Kind.ACTIVATION, list[int]()
         freed = [op.place for op in plan.ops if isinstance(op, Free)]
-        for request in {place.region.owner for place in freed if place.region.kind is kind}:
-            places: Iterable[Place] = places_of.get(request, ())  # type: ignore[assignment]
-            if request in self._records and not any([p.region.kind is kind for p in places]):
-                del self._records[request]
+        restarted = {job.job_id for job in plan.restart}
+        for request in dict.fromkeys([p.region.owner for p in freed if p.region.kind is kind]):
+            if any([place.region.kind is kind for place in places_of.get(request, ())]):
+                continue
+            if request in self._records or request in self._adopted:
+                over.append(request)
+                self._records.pop(request, None)
+                self._end(request, self._adopted.pop(request, None) in restarted, now_ns)
+        return over
+
+    def _end(self, request: int, is_lost: bool, now_ns: int) -> None:
+        self._outcomes[request].end(is_lost, now_ns)
+        self._over.append(self._outcomes.pop(request))
 
     def of_job(self, job_id: int) -> list[int]:
-        """Takes all records that a job could have learned from; returns their requests."""
+        """Takes all records that a job could have learned from, or does; returns their requests."""
         own = [request for request, record in self._records.items() if record.job_id == job_id]
+        own += [request for request, user in self._adopted.items() if user == job_id]
         for request in own:
-            del self._records[request]
+            self._records.pop(request, None)
+            self._adopted.pop(request, None)
+            self._over.append(self._outcomes.pop(request))
         return own
+
+    def rows(self) -> list[tuple[object, ...]]:
+        """The rows of RECORDS, by their begin."""
+        found = [*self._over, *self._outcomes.values()]
+        found.sort(key=lambda outcome: (outcome.made_ns, outcome.request_id))
+        return [outcome.row() for outcome in found]
 
     # ---- feedback
     def answered(self, job: Job) -> None:

@@ -428,17 +428,27 @@ class EngineState:
     def give_all(self, owner: int, has_ended: bool = False) -> bool:
         """Gives back all memory of an owner; `has_ended`: no operation in flight will use it.
 
-        Of a request that is recorded all memory stays, and False is returned. With a job that
-        learns all records go that it could have learned from.
+        Of a request that is recorded all memory stays, as does its version of an adapter, and
+        False is returned. With a job that learns all records go that it could have learned from.
         """
-        is_recorded = owner in self.records.records
-        if not is_recorded:
-            self._give(self.ledger.give_all(owner, has_ended))
-            for request in self.records.of_job(owner):
-                self._give_record(request)
+        if owner in self.records.records:
+            return False
+        self._give(self.ledger.give_all(owner, has_ended))
+        for request in self.records.of_job(owner):
+            self._give_record(request)
+        self._end_version(owner)
+        return True
+
+    def records_over(self, requests: Iterable[int]) -> None:
+        """Records have been given back: versions of requests that are over are needed no more."""
+        for request in requests:
+            if request not in self.jobs.jobs:
+                self._end_version(request)
+
+    def _end_version(self, owner: int) -> None:
+        """A job needs its version of an adapter no more."""
         if self.adapters is not None and (version := self.adapters.end(owner)) is not None:
             self.over.append(version)
-        return not is_recorded
 
     def _give(self, places: Iterable[Place]) -> None:
         """Places are given back: the store gives their memory back, too."""
@@ -450,6 +460,7 @@ class EngineState:
         """Gives a record back, and the keys and values of a request that is over."""
         if request not in self.jobs.jobs:
             self._give(self.ledger.give_all(request))
+            self._end_version(request)
             return
         kind = Kind.ACTIVATION
         places = [p for p in self.ledger.places_of.get(request, ()) if p.region.kind is kind]

@@ -109,9 +109,7 @@ class DryRunPlanBuilder(PlanBuilder):
             self.launch(op)
             return
         slices, reads = (*last.slices, *op.slices), (*last.reads, *op.reads)
-        self._put_last(
-            last, Compute(slices, reads, (*last.writes, *op.writes), op.device, op.on)
-        )
+        self._put_last(last, Compute(slices, reads, (*last.writes, *op.writes), op.device, op.on))
 
     def served(self) -> tuple[Slice, ...]:
         last = self._last_served()

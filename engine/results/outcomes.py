@@ -1,4 +1,4 @@
-"""What happened to requests and samples, and the table of requests."""
+"""What happened to requests, samples and records, and the table of requests."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ class SampleOutcome:
     start_ns: int
     left: int  # tokens that units still have to go back over
     forward_tokens: int = 0
+    recorded_tokens: int = 0  # whose forward it was spared
     last_ns: int = 0
     restarts: int = 0
     since: int = 0  # the plan from which on its launches count
@@ -116,6 +117,59 @@ class SampleOutcome:
             self.left -= piece.tokens * len(units)
         elif units.stop == training.spec.num_units:
             self.forward_tokens += piece.tokens
+            used = training.adopted(piece.microbatch) if piece.record else None
+            self.recorded_tokens += 0 if used is None else used.tokens
+
+
+@dataclass
+class RecordOutcome:
+    """What happened to one record of a served prompt."""
+
+    request_id: int
+    job_id: int  # that might learn from it
+    version: int  # of the adapter that its tokens ran through
+    made_ns: int
+    tokens: int = 0
+    kept_bytes: int = 0
+    end_ns: int | None = None
+    status: str = "left"
+    used_ns: int | None = None
+    sample: int | None = None
+    used_tokens: int = 0
+    updates_behind: int | None = None
+
+    def extend(self, tokens: int, nbytes: int) -> None:
+        """More tokens of the prompt are recorded."""
+        self.tokens += tokens
+        self.kept_bytes += nbytes
+
+    def use(self, sample: int, tokens: int, updates_behind: int, now_ns: int) -> None:
+        """A sample starts behind the record, which spares it the forward of so many tokens."""
+        self.sample, self.used_tokens, self.updates_behind = sample, tokens, updates_behind
+        self.used_ns = now_ns
+
+    def end(self, is_lost: bool, now_ns: int) -> None:
+        """All of it is given back; `is_lost`: by a sample that gave way before it was through."""
+        self.end_ns = now_ns
+        self.status = "dropped" if self.used_ns is None else "lost" if is_lost else "used"
+
+    def row(self) -> tuple[object, ...]:
+        """Its row of RECORDS."""
+        status = "used" if self.end_ns is None and self.used_ns is not None else self.status
+        return (
+            self.request_id,
+            self.job_id,
+            self.version,
+            self.tokens,
+            self.kept_bytes,
+            self.made_ns,
+            self.end_ns,
+            status,
+            self.used_ns,
+            self.sample,
+            self.used_tokens,
+            self.updates_behind,
+        )
 
 
 # ---- the table of requests

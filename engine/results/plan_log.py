@@ -87,6 +87,7 @@ class LoggedSlice(NamedTuple):
     work: Work
     layers: range | None
     microbatch: int
+    record: bool
 
 
 def launches_of_plans(path: Path) -> dict[int, list[list[LoggedSlice]]]:
@@ -99,9 +100,9 @@ def launches_of_plans(path: Path) -> dict[int, list[list[LoggedSlice]]]:
 
 
 def _logged(row: list[Any]) -> LoggedSlice:
-    job_id, tokens, work, layers, microbatch, *_ = row
+    job_id, tokens, work, layers, microbatch, _, record = row
     span = None if layers is None else range(*layers)
-    return LoggedSlice(job_id, tokens, Work(work), span, microbatch)
+    return LoggedSlice(job_id, tokens, Work(work), span, microbatch, record)
 
 
 def check_jobs(path: Path, log: Iterable[LoggedPlan], known: Container[int]) -> None:

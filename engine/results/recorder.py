@@ -20,6 +20,7 @@ from engine.results.schema import (
     ADAPTER,
     ADAPTER_BYTES,
     OPTIONAL,
+    RECORDED,
     RELEASED,
     REQUEST_ID,
     TABLES,
@@ -125,6 +126,7 @@ class Recorder:
         self._names_adapters, self._learns = names_adapters, learns
         self.keeps_service = False  # by tenant; the engine says so
         self.service: Sequence[tuple[int, Sequence[object]]] = ()  # per device, in the end
+        self.records: Sequence[Sequence[object]] = ()  # rows of RECORDS, in the end
         self._units: dict[int, int] = {}  # by finetuning job: units that a sample goes back over
         self._samples: dict[tuple[int, int], SampleOutcome] = {}  # by job and microbatch
         self._released: dict[int, list[int]] = {}  # by job that learns, when its samples came
@@ -138,6 +140,11 @@ class Recorder:
         self.ended_requests = 0
         self._stream: RowStream | None = None
         self._unwritten = 0  # steps, while rows are written
+
+    @property
+    def _records(self) -> bool:
+        """Whether there may be records of requests."""
+        return self._learns and self._names_adapters
 
     @property
     def is_metered(self) -> bool:
@@ -268,8 +275,8 @@ class Recorder:
         """A sample gives its memory back: what it has computed before this plan is lost."""
         if (sample := self._samples.get((job_id, microbatch))) is not None:
             left, restarts = sample.tokens * self._units[job_id], sample.restarts + 1
-            fresh = replace(sample, left=left, forward_tokens=0, restarts=restarts, since=step)
-            self._samples[job_id, microbatch] = fresh
+            fresh = replace(sample, left=left, forward_tokens=0, recorded_tokens=0)
+            self._samples[job_id, microbatch] = replace(fresh, restarts=restarts, since=step)
 
     def _finetuned(self, step: int, span: Span) -> None:
         """A launch with a window of a finetuning job has ended."""
@@ -375,12 +382,13 @@ class Recorder:
         found |= {"samples": self._sample_table(loss_of)} if self._finetunes else {}
         if self.keeps_service:
             found["service"] = table_of("service", [(at, *row) for at, row in self.service])
-        return found
+        return found | ({"records": table_of("records", self.records)} if self._records else {})
 
     def _sample_table(self, loss_of: LossOf | None) -> pa.Table:
         rows = list[tuple[object, ...]]()
         for (job_id, microbatch), sample in sorted(self._samples.items()):
-            is_whole = not sample.left and sample.forward_tokens == sample.tokens
+            is_through = sample.forward_tokens + sample.recorded_tokens == sample.tokens
+            is_whole = is_through and not sample.left
             loss = loss_of(job_id, microbatch) if loss_of is not None and is_whole else None
             status = "finished" if is_whole else "unfinished"
             times = sample.start_ns, sample.last_ns
@@ -392,8 +400,10 @@ class Recorder:
         keys = sorted(self._samples)
         on = [self._samples[key].request_id for key in keys]
         came = [self._released[i][k] if i in self._released else None for i, k in keys]
+        recorded = [self._samples[key].recorded_tokens for key in keys]
         table = table.append_column(REQUEST_ID, column(on, REQUEST_ID.type))
-        return table.append_column(RELEASED, column(came, RELEASED.type))
+        table = table.append_column(RELEASED, column(came, RELEASED.type))
+        return table.append_column(RECORDED, column(recorded, RECORDED.type))
 
     def _training(self, loss_of: LossOf | None) -> pa.Table:
         return table_of("training", [training_row(row, loss_of) for row in self._trained])
@@ -410,6 +420,7 @@ class Recorder:
     def schemas(self) -> dict[str, pa.Schema]:
         """Of the tables that are kept, by name."""
         kept = {"samples": self._finetunes, "service": self.keeps_service}
+        kept["records"] = self._records
         names = [name for name in TABLES if self._keeps_steps or name not in ORDER]
         names = [name for name in names if name not in OPTIONAL or kept[name]]
         found = {name: marked(TABLES[name]) for name in names}
@@ -420,7 +431,8 @@ class Recorder:
             if self._keeps_steps:
                 found["memory"] = found["memory"].append(ADAPTER_BYTES)
         if self._learns:
-            found["samples"] = found["samples"].append(REQUEST_ID).append(RELEASED)
+            samples = found["samples"].append(REQUEST_ID).append(RELEASED)
+            found["samples"] = samples.append(RECORDED)
         return found
 
     # ---- files

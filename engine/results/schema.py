@@ -181,7 +181,25 @@ SERVICE = pa.schema(
         ("lifted", F64),  # added where the tenant came back to a queue
     ]
 )
-OPTIONAL = ("samples", "service")  # tables that a run may lack
+# One row per record that serving has kept of a prompt, by its begin. Kept where jobs learn from
+# feedback on requests with adapters.
+RECORDS = pa.schema(
+    [
+        ("request_id", I64),
+        ("job_id", I64),  # that might learn from it
+        ("adapter_version", I32),  # that its tokens ran through
+        ("tokens", I32),
+        ("kept_bytes", I64),  # of what its units keep, without keys and values
+        ("made_ns", I64),  # issue of its first launch
+        ("end_ns", I64),  # issue of the plan that gave it back whole; null to the run's end
+        ("status", TEXT),  # used, dropped, lost with a sample that gave way, left to the run's end
+        ("used_ns", I64),  # issue of the sample's first launch; null where none used it
+        ("sample", I64),  # of the job, that used it
+        ("used_tokens", I32),  # whose forward that sample was spared
+        ("updates_behind", I32),  # of the job's weights, when it was used
+    ]
+)
+OPTIONAL = ("samples", "service", "records")  # tables that a run may lack
 TENANT = pa.field("tenant", TEXT)  # last column of requests, where requests or jobs name tenants
 # Last columns of requests, and of memory, where requests run through adapters.
 ADAPTER = pa.field("adapter", TEXT)
@@ -190,10 +208,11 @@ ADAPTER_BYTES = pa.field("adapter_bytes", I64)  # of adapters that are resident,
 # Last columns of samples, where jobs learn from feedback; null in rows of other jobs.
 REQUEST_ID = pa.field("request_id", I64)  # that the sample is feedback on
 RELEASED = pa.field("released_ns", I64)  # when the feedback came
+RECORDED = pa.field("recorded_tokens", I32)  # of the sample, whose forward it was spared
 OPTIONAL_COLUMNS = {
     "requests": (TENANT, ADAPTER, VERSION),
     "memory": (ADAPTER_BYTES,),
-    "samples": (REQUEST_ID, RELEASED),
+    "samples": (REQUEST_ID, RELEASED, RECORDED),
 }
 
 TABLES = {
@@ -204,6 +223,7 @@ TABLES = {
     "training": TRAINING,
     "samples": SAMPLES,
     "service": SERVICE,
+    "records": RECORDS,
 }
 
 

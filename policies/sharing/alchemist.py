@@ -13,7 +13,7 @@ from typing import Literal
 from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
-from engine.contract.records import learner_of
+from engine.contract.records import is_stale, learner_of
 from engine.contract.view import View
 from policies.sharing.records import NS_PER_S, feedback_rate
 from policies.sharing.time_shared import side_of
@@ -55,7 +55,9 @@ class Alchemist:
                 f"alchemist: from_token is {self.from_token}, samples {self.samples}: at least 0 and 1"
             )
         if self.max_wait_s is not None and not self.max_wait_s > 0:
-            raise ValueError(f"alchemist: max_wait_s is {self.max_wait_s}, must be above 0, or null")
+            raise ValueError(
+                f"alchemist: max_wait_s is {self.max_wait_s}, must be above 0, or null"
+            )
 
     @property
     def traits(self) -> Traits:
@@ -97,9 +99,8 @@ class Alchemist:
         learner = learner_of(job, learns)
         if learner is None or learner.training is None or job.adapter is None:
             return piece
-        spec = learner.training.spec
-        if not spec.learns or job.adapter.version * spec.publish_every != learner.training.step:
-            return piece  # nothing comes of it, or its weights are old already
+        if not learner.training.spec.learns or is_stale(job.adapter, learner.training):
+            return piece  # nothing comes of it
         is_prompt = job.computed_tokens + piece.tokens <= job.prompt_tokens
         if job.computed_tokens < self.from_token or not (is_prompt or self.record == "everything"):
             return piece

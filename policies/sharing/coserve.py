@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.contract.job import Job, TrainingProgress, layout_of
+from engine.contract.job import Job
 from engine.contract.layout import Mode
 from engine.contract.plan import COMPUTE_LANE, SECOND_LANE, Compute, Grow, Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
 from engine.contract.records import forward_ahead
-from engine.contract.regions import Place, Pool, Tier, Work, kv_place, weight
+from engine.contract.regions import Kind, Place, Pool, Tier, Work, kv_place, weight
 from engine.contract.rules import Remedy
+from engine.contract.training_progress import TrainingProgress, layout_of
 from engine.contract.view import View
 from engine.contract.windows import (
     WindowFootprint,
@@ -197,14 +198,17 @@ def due_update(job: Job, training: TrainingProgress) -> tuple[tuple[Slice, ...],
         training: its progress.
 
     Returns:
-        () or the slice of the update; and the microbatch of the sample that is next, None behind
-        the last step.
+        () or the slice of the update; and the microbatch of the sample that is next. None behind
+        the last step, and where the next sample may start behind a record: how old that is, is told
+        behind the update.
     """
     if (microbatch := training.sample) is not None:
         return (), microbatch
     last, chunks = training.microbatches[-1], range(len(training.trained_by))
-    is_last = training.step + 1 >= training.spec.num_steps
-    return (Slice(job, 1, Work.UPDATE, chunks, last),), None if is_last else last + 1
+    is_over = training.step + 1 >= training.spec.num_steps
+    if not is_over and training.is_released(last + 1):
+        is_over = training.adoptable(last + 1) is not None
+    return (Slice(job, 1, Work.UPDATE, chunks, last),), None if is_over else last + 1
 
 
 @dataclass(frozen=True)
@@ -329,6 +333,8 @@ class CoMemory:
         footprint, grows = _growth(piece, lasting, view, plan, given)
         needs = dict(_needs(footprint, grows, plan, view.device))
         needs[Tier.GPU, view.device] += 0 if given is None else given[1]
+        stash = _absent([p for p in footprint.reads if p.region.kind is Kind.ADAPTER], plan)
+        needs[Tier.GPU, view.device] += sum([plan.held(on_host(place)) for place in stash])
         pool = (Tier.GPU, view.device)
         nbytes = needs.pop(pool)
         if any([count > plan.room(other) for other, count in needs.items()]):
@@ -340,6 +346,7 @@ class CoMemory:
             while need_bytes > plan.room(pool) and records.give_way(pool):
                 pass
         idle = idle_adapters(view, plan, served) if need_bytes > plan.room(pool) else []
+        idle = [place for place in idle if place not in footprint.reads]
         if need_bytes > plan.room(pool) + sum(map(plan.held, idle)):
             return
         for place in idle:
@@ -347,6 +354,8 @@ class CoMemory:
                 plan.free(place)
         if given is not None:
             plan.move(given[0], kv_place(piece.job.job_id, device=view.device))
+        for place in stash:
+            plan.copy(on_host(place), place)
         for place in _absent(footprint.comes, plan):
             plan.move(on_host(place), place)
         plan.grow_all(grows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.plan import Grow, Slice
 from engine.contract.policy import PlanBuilder
 from engine.contract.records import (
@@ -19,9 +19,10 @@ from engine.contract.records import (
     learner_of,
     record_places,
     record_sizes,
-    updates_behind,
+    is_stale,
 )
 from engine.contract.regions import Place, Pool, Tier, kv_place
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from engine.contract.windows import on_host
 
@@ -101,7 +102,9 @@ class HeldRecords:
         self._due = set[int]()  # requests on which feedback has come
         for job in view.training:
             if (training := job.training) is not None and training.spec.learns:
-                self._due.update([s.request for s in training.spec.samples if s.request is not None])
+                self._due.update(
+                    [s.request for s in training.spec.samples if s.request is not None]
+                )
         self.left = sorted(view.records.values(), key=self._value)
 
     def _value(self, record: Record) -> tuple[bool, float, int, int]:
@@ -196,9 +199,9 @@ class HeldRecords:
             since_ns = self._view.now_ns - round(age_s * NS_PER_S)
         for record in [*self.left]:
             training = _training_of(record, self._view)
-            is_stale = training is not None and updates_behind(record, training) > 0
+            is_old = training is not None and is_stale(record.adapter, training)
             is_due = record.request in self._due
-            if is_stale or (record.made_ns < since_ns and not is_due and self._is_over(record)):
+            if is_old or (record.made_ns < since_ns and not is_due and self._is_over(record)):
                 self.left.remove(record)
                 self.drop(record)
 

@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.contract.footprint import LaunchFootprint
-from engine.contract.job import Job, TrainingProgress, layout_of
+from engine.contract.job import Job
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.regions import Place, Work, gradient, optimizer, weight
+from engine.contract.training_progress import TrainingProgress, layout_of
 from engine.contract.view import View
 
 CYCLES = 64  # training jobs whose cycle is remembered; an object each, compared by identity

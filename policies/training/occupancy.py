@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from engine.contract.footprint import LaunchFootprint, goes_out
-from engine.contract.job import Job, layout_of
+from engine.contract.job import Job
 from engine.contract.policy import PlanBuilder
 from engine.contract.regions import Kind, Place, Pool, Tier
+from engine.contract.training_progress import layout_of
 from engine.contract.view import View
 from policies.training.cycle import training_jobs
 from policies.training.eviction import Candidates, Order

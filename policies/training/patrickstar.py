@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.contract.footprint import LaunchFootprint
-from engine.contract.job import Job, layout_of
+from engine.contract.job import Job
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Slice
 from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Place, Tier, Work, weight
+from engine.contract.training_progress import layout_of
 from engine.contract.view import Profile, View
 from policies.training.cycle import training_jobs
 from policies.training.eviction import FarthestUse, Future

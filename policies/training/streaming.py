@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.contract.footprint import gather, gathers, goes_out, launches_of
-from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import TrainingLayout
 from engine.contract.plan import HOST_LANE, Slice
 from engine.contract.policy import PlanBuilder
@@ -21,6 +20,7 @@ from engine.contract.regions import (
     saved,
     weight,
 )
+from engine.contract.training_progress import TrainingProgress, layout_of
 from engine.contract.view import View
 from policies.training.cycle import (
     Ahead,

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from engine.contract.job import Job, TrainingTask
+from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.policy import Traits
 from engine.contract.regions import Work
+from engine.contract.training_progress import TrainingTask
 from engine.contract.view import View
 from policies.training.cycle import training_jobs
 

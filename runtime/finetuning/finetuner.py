@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -146,6 +147,29 @@ class Finetuner:
             hidden = out
         self.finish(window, hidden)
 
+    @contextmanager
+    def weights_of(self, window: SampleWindow) -> Iterator[None]:
+        """Has a window run through the weights of its sample: those of the job, or of a record.
+
+        Gradients are added to the sums of the job in both cases.
+        """
+        stash = None if window.record is None else window.record.stash
+        if stash is None:
+            yield
+            return
+        storage = self._store.storage(stash.place().region, Tier.GPU, "a window behind a record")
+        (chunk,) = range(len(self._states.chunks))  # what is published is one
+        own = [self._states.parameters[p] for p in self._states.chunks[chunk]]
+        newest = [parameter.data for parameter in own]
+        parts = self._states.numbers(chunk, storage)
+        for parameter, part in zip(own, parts, strict=True):
+            parameter.data = part.view(parameter.shape)
+        try:
+            yield
+        finally:
+            for parameter, data in zip(own, newest, strict=True):
+                parameter.data = data
+
     def fused(self, window: SampleWindow, first: int) -> FusedWindow:
         """The window as rows from `first` on of a launch that serves."""
         self._begin(window)
@@ -163,9 +187,7 @@ class Finetuner:
             storages = storages_of(kept, self._fields(layer))
             self._append(window, self._kept(layer + 1, window.start), storages)
 
-    def keep_record(
-        self, request: int, first: int, layer: int, kept: Mapping[str, Tensor]
-    ) -> None:
+    def keep_record(self, request: int, first: int, layer: int, kept: Mapping[str, Tensor]) -> None:
         """Keeps what a layer has recorded of a window of a prompt that is served."""
         if layer + 1 >= self.trainee.first:
             region = regions.kept(request, layer + 1, first=first).region

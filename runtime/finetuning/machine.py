@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -155,9 +155,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         for (own, piece), rows in zip(recorded, packed.rows.prefills[behind:], strict=False):
             version = own.job.adapter
             assert version is not None, "a recorded request runs through an adapter"
-            (learner,) = [
-                i for i, f in self._finetuners.items() if f.job.publish == version.name
-            ]
+            (learner,) = [i for i, f in self._finetuners.items() if f.job.publish == version.name]
             bounds = (piece.context_tokens, piece.tokens, rows.start)
             found.append(RecordedRows(piece.job_id, learner, version.place().region, *bounds))
         return tuple(found)
@@ -218,7 +216,9 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             with prepared.through or nullcontext():
                 tokens = (self._fused(prepared.fused, prepared.joined, prepared.recorded),)
         for (job_id, window, _), packed in prepared.alone:
-            self._finetuners[job_id].forward(window, packed.rows.slots)
+            finetuner = self._finetuners[job_id]
+            with finetuner.weights_of(window):
+                finetuner.forward(window, packed.rows.slots)
         for own, back in prepared.others:
             self._other(own, back)
         return tokens
@@ -241,13 +241,16 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             keeps.append((keep, FusedWindow(products, first, tokens)))
         hidden = self.serving.embed(packed)
         angles = decoder.angles(hidden, packed.positions)
-        for layer in range(len(decoder.layers)):
-            inputs = [fused.began(hidden) for _, fused in keeps]
-            with Fusing([fused for _, fused in keeps]):
-                hidden = decoder.layer(layer, hidden, angles, packed.rows)
-            for (keep, fused), rows in zip(keeps, inputs, strict=True):
-                keep(layer, {INPUT: rows, **fused.kept})
-                fused.kept = {}
+        with ExitStack() as weights:
+            for finetuner, window, _ in own:
+                weights.enter_context(finetuner.weights_of(window))
+            for layer in range(len(decoder.layers)):
+                inputs = [fused.began(hidden) for _, fused in keeps]
+                with Fusing([fused for _, fused in keeps]):
+                    hidden = decoder.layer(layer, hidden, angles, packed.rows)
+                for (keep, fused), rows in zip(keeps, inputs, strict=True):
+                    keep(layer, {INPUT: rows, **fused.kept})
+                    fused.kept = {}
         packed.rows.scratch.clear()
         for finetuner, window, fused in own:
             finetuner.finish(window, hidden[:, fused.rows])
@@ -259,7 +262,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         if window is None:
             finetuner.update(own.microbatch // finetuner.job.microbatches, units)
         else:
-            finetuner.backward(window, units)
+            with finetuner.weights_of(window):
+                finetuner.backward(window, units)
 
     # ---- after
     def collect(self, prepared: Prepared | PreparedWindows, tokens: Tokens) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from models.operators import Operator, product
 from models.spec import ModelSpec
 from sim.cost.launch_shape import compute_of
 from sim.cost.training_operators import ADAPTER_PASSES, Terms
-from sim.cost.windows import adapted_products
+from sim.cost.windows import WindowShape, adapted_products, recorded_window
 from traces.training.recipe import Recipe
 
 
@@ -71,7 +71,7 @@ def shape_of_rows(model: ModelSpec, recipe: Recipe, rows: int) -> AdapterRows:
 
 
 def adapters_in(launch: Launch, model: ModelSpec) -> tuple[AdapterRows, ...]:
-    """The rows of a launch that run through adapters, by version.
+    """The rows of a launch that run through adapters, by version, but those that are recorded.
 
     Args:
         launch: a Compute with one piece per slice.
@@ -81,7 +81,28 @@ def adapters_in(launch: Launch, model: ModelSpec) -> tuple[AdapterRows, ...]:
         One shape per version; () where no job has an adapter.
     """
     pairs = zip(compute_of(launch).slices, launch.pieces, strict=True)
-    return rows_through(model, [(s.job.adapter, piece.tokens) for s, piece in pairs])
+    rows = [(s.job.adapter, piece.tokens) for s, piece in pairs if not s.record]
+    return rows_through(model, rows)
+
+
+def recorded_in(launch: Launch, model: ModelSpec) -> list[WindowShape]:
+    """The slices of a launch that are recorded, as windows: they pass through adapters so, too.
+
+    Args:
+        launch: a Compute with one piece per slice.
+        model: the model that is served.
+
+    Returns:
+        One shape per slice; [] where none is recorded.
+    """
+    slices, found = compute_of(launch).slices, list[WindowShape]()
+    if not any([piece.record for piece in slices]):
+        return found
+    for own, piece in zip(slices, launch.pieces, strict=True):
+        if own.record and own.job.training is None and own.job.adapter is not None:
+            shape = recorded_window(model, own.job.adapter.spec.recipe)
+            found.append(shape._replace(tokens=piece.tokens, context=piece.context_tokens))
+    return found
 
 
 def adapter_operators(model: ModelSpec, rows: AdapterRows) -> Iterator[Operator]:

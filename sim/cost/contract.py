@@ -17,7 +17,7 @@ from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Patte
 from engine.contract.progress import context_of
 from engine.contract.regions import Place, Pool, Tier, Work, kv_place
 from models.spec import ModelSpec
-from sim.cost.adapters import AdapterRows, adapters_in
+from sim.cost.adapters import AdapterRows, adapters_in, recorded_in
 from sim.cost.launch_shape import (
     compute_of,
     context_in,
@@ -360,7 +360,7 @@ class ShapePriced(LaunchCost):
         raise ValueError(f"{self.provenance} has no finetuning; {_TAKE_ROOFLINE}")
 
     def adapters_ns(self: _Shapes, launch: Launch) -> int:
-        """What adapters of requests add to a launch: each version by its rows.
+        """What adapters of requests add to a launch: each version by its rows, and records.
 
         Args:
             launch: a Compute with its pieces.
@@ -371,7 +371,8 @@ class ShapePriced(LaunchCost):
         Raises:
             ValueError: the cost has no price for adapters.
         """
-        return sum([self.through_ns(rows) for rows in adapters_in(launch, self.model)])
+        recorded = sum([self.extra_ns(window) for window in recorded_in(launch, self.model)])
+        return recorded + sum([self.through_ns(rows) for rows in adapters_in(launch, self.model)])
 
     def through_ns(self, rows: AdapterRows) -> int:
         """No price by default: ValueError. See ShapeCost."""

@@ -152,6 +152,24 @@ def shape_of(
 
 
 @lru_cache(maxsize=64)
+def recorded_window(model: ModelSpec, recipe: Recipe) -> WindowShape:
+    """The shape of a token of a prompt that is recorded while it is served.
+
+    A layer that keeps its input alone is priced as one that keeps all.
+
+    Args:
+        model: the model that is served.
+        recipe: of the adapter that the request runs through.
+
+    Returns:
+        A window of one token without labels; `tokens` and `context` are to be replaced.
+    """
+    kept, adapted = kept_token_bytes(model, recipe), adapted_products(model, recipe)
+    shape = (Work.FORWARD.value, model.num_layers, 1, 0, 0)
+    return WindowShape(*shape, ADAPTERS, recipe.lora_rank or 0, adapted, 0, kept)
+
+
+@lru_cache(maxsize=64)
 def _trained(model: ModelSpec, recipe: Recipe) -> tuple[int, ...]:
     """Numbers that train, by unit; a tied table counts in both of its units."""
     parameters, units = model_parameters(model, recipe)

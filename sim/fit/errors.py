@@ -85,7 +85,8 @@ def _predict(cost: ShapeCost, shape: Shape) -> int:
 def _served(cost: ShapeCost, shape: Launched) -> int:
     tokens, contexts = [n for n, _ in shape.slices], [context for _, context in shape.slices]
     adapters_ns = sum([cost.through_ns(rows) for rows in shape.adapters])
-    return cost.shape_ns(tokens, contexts, shape.samples) + adapters_ns
+    recorded_ns = sum([cost.extra_ns(window) for window in shape.recorded])
+    return cost.shape_ns(tokens, contexts, shape.samples) + adapters_ns + recorded_ns
 
 
 def _frame(judged: Iterable[tuple[Any, ...]]) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -63,6 +63,12 @@ class RecordedTraining(NamedTuple):
     launches: Mapping[int, Sequence[Sequence[LoggedSlice]]] = MappingProxyType({})
     adapted: Mapping[int, Adapted] = NO_ADAPTERS
 
+    @property
+    def recorded(self) -> set[tuple[int, int]]:
+        """The steps that keep a slice of a request, with the request."""
+        slices = [(n, s) for n, own in self.launches.items() for launch in own for s in launch]
+        return {(n, s.job_id) for n, s in slices if s.record and s.job_id not in self.jobs}
+
 
 def fit_training(
     runs: Iterable[RecordedTraining], model: ModelSpec, page: PageSize, source: str = "a profile"
@@ -87,7 +93,7 @@ def fit_training(
 
 def all_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]:
     """Every duration of a run, launches that train among them."""
-    return [*observed(run.steps, run.adapted), *trained_observed(run, model)]
+    return [*observed(run.steps, run.adapted, run.recorded), *trained_observed(run, model)]
 
 
 def trained_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]:
@@ -116,13 +122,13 @@ def _windows_observed(run: RecordedTraining, model: ModelSpec) -> list[Observed]
     for row in rows_of(run.steps):
         if row["lane"] in COMPUTE_LANES:
             by_step.setdefault(int(row["step"]), []).append(row)
-    found = list[Observed]()
+    found, recorded = list[Observed](), run.recorded
     for step, rows in by_step.items():
         rows.sort(key=lambda row: int(row["start_ns"]))  # launches run in their order
         for row, slices in zip(rows, run.launches[step], strict=True):
             own = [piece for piece in slices if piece.job_id in run.jobs]
             if own:
-                shape = _windowed(row, own[-1], slices, run, model)
+                shape = _windowed(row, own[-1], slices, run, model, recorded)
                 found.append((shape, int(row["end_ns"] - row["start_ns"])))
     return found
 
@@ -133,6 +139,7 @@ def _windowed(
     slices: Sequence[LoggedSlice],
     run: RecordedTraining,
     model: ModelSpec,
+    recorded: Set[tuple[int, int]],
 ) -> Shape:
     job, layout = run.jobs[piece.job_id]
     if piece.work is Work.UPDATE:
@@ -143,7 +150,7 @@ def _windowed(
     assert piece.layers is not None, "a window names its units"
     part = WindowPart(piece.work, piece.layers, piece.microbatch, piece.tokens, context)
     window = shape_of(part, job, layout, model)
-    return Windowed(launched(row, run.adapted), window)
+    return Windowed(launched(row, run.adapted, recorded), window)
 
 
 def _kept(work: str, unit: int, layout: TrainingLayout) -> str:
@@ -275,6 +282,8 @@ def terms(shape: Shape) -> Terms:
             found.append((DECODE, (context,)) if n == 1 else (PREFILL_SLICE, (n, context)))
     for rows in shape.adapters:
         found += adapter_terms(rows)
+    for window in shape.recorded:
+        found += extra_terms(window)
     return found
 
 

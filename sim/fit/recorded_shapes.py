@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
@@ -29,12 +29,14 @@ DECODE_ONLY, PREFILL_ONLY, WITH_PAST, MIXED, HOST = (
 class Launched(NamedTuple):
     """The shape of a compute launch: slices as sorted (tokens, context), rows of the head.
 
-    `adapters` has the rows of each version of an adapter, sorted.
+    `adapters` has the rows of each version of an adapter, sorted, but those of slices that are
+    recorded: these are in `recorded`, sorted.
     """
 
     slices: tuple[tuple[int, int], ...]
     samples: int
     adapters: tuple[AdapterRows, ...] = ()
+    recorded: tuple[WindowShape, ...] = ()
 
     @property
     def group(self) -> str:
@@ -97,36 +99,53 @@ class Point:
 
 
 class Adapted(NamedTuple):
-    """The adapter of a request: which version of which, and the shape of a row through it."""
+    """The adapter of a request: which version of which, and the shapes of a row through it.
+
+    `recorded` is that of a token which is recorded.
+    """
 
     version: Hashable
     row: AdapterRows
+    recorded: WindowShape
 
 
 NO_ADAPTERS: Mapping[int, Adapted] = MappingProxyType({})
+NONE_RECORDED: Set[tuple[int, int]] = frozenset()  # steps, and requests of which they keep a slice
 
 
-def launched(row: Mapping[str, Any], adapted: Mapping[int, Adapted] = NO_ADAPTERS) -> Launched:
+def launched(
+    row: Mapping[str, Any],
+    adapted: Mapping[int, Adapted] = NO_ADAPTERS,
+    recorded: Set[tuple[int, int]] = NONE_RECORDED,
+) -> Launched:
     """The shape of a row of STEPS that serves; `adapted` has requests with adapters by number."""
     pairs = zip(map(int, row["tokens"]), map(int, row["contexts"]), strict=True)
     shape = Launched(tuple(sorted(pairs)), int(row["samples"]))
     if not adapted:
         return shape
     rows, kinds = defaultdict[Hashable, int](int), dict[Hashable, AdapterRows]()
-    for job_id, tokens in zip(row["jobs"], row["tokens"], strict=True):
-        if (own := adapted.get(int(job_id))) is not None:
+    windows, step = list[WindowShape](), int(row["step"]) if recorded else 0
+    for job_id, tokens, context in zip(row["jobs"], row["tokens"], row["contexts"], strict=True):
+        own = adapted.get(int(job_id))
+        if own is not None and (step, int(job_id)) in recorded:
+            windows.append(own.recorded._replace(tokens=int(tokens), context=int(context)))
+        elif own is not None:
             rows[own.version] += int(tokens)
             kinds[own.version] = own.row
     found = [kinds[version]._replace(rows=count) for version, count in rows.items()]
-    return shape._replace(adapters=tuple(sorted(found)))
+    return shape._replace(adapters=tuple(sorted(found)), recorded=tuple(sorted(windows)))
 
 
-def observed(steps: Any, adapted: Mapping[int, Adapted] = NO_ADAPTERS) -> list[Observed]:
+def observed(
+    steps: Any,
+    adapted: Mapping[int, Adapted] = NO_ADAPTERS,
+    recorded: Set[tuple[int, int]] = NONE_RECORDED,
+) -> list[Observed]:
     """Every duration in a STEPS table (Arrow or pandas): launches, copies, host parts of plans.
 
     Training launches are left out: sim.fit.fit_tables reads them with their jobs. Host parts count
     if any is above zero: a step table of another engine may have none. `adapted` has the requests
-    that run through adapters, by number.
+    that run through adapters, by number, and `recorded` the steps that keep a slice of a request.
     """
     rows = rows_of(steps)
     found: list[Observed] = []
@@ -134,7 +153,8 @@ def observed(steps: Any, adapted: Mapping[int, Adapted] = NO_ADAPTERS) -> list[O
     for row in rows:
         is_training = trains(row)
         if row["lane"] == COMPUTE_LANE and not is_training:
-            found.append((launched(row, adapted), int(row["end_ns"] - row["start_ns"])))
+            shape = launched(row, adapted, recorded)
+            found.append((shape, int(row["end_ns"] - row["start_ns"])))
         plan = plans[int(row["device"]), int(row["step"])]
         tokens = () if row["tokens"] is None else row["tokens"]
         plan[0] += len(tokens) or 1

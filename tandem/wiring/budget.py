@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.contract.adapters import AdapterSpec
@@ -151,6 +152,7 @@ def advised_line(error: BaseException) -> str:
     return f"{problem}; {', or '.join(helps)}" if helps else problem
 
 
+NONE_PUBLISHED: Mapping[str, int] = MappingProxyType({})
 GPU: Pool = (Tier.GPU, 0)
 HOST: Pool = (Tier.HOST, 0)
 
@@ -253,14 +255,14 @@ def with_adapters(
     requests: Sequence[Request],
     policy: Policy,
     budget: Budget,
-    published: Collection[str] = (),
+    published: Mapping[str, int] = NONE_PUBLISHED,
 ) -> Room:
     """The room with the homes of adapters on the hosts.
 
-    ValueError where these do not fit, beside a new version of those that are `published`, or the
-    longest request has no room beside an adapter.
+    ValueError where these do not fit, beside so many new versions of those that are `published`, or
+    the longest request has no room beside an adapter.
     """
-    homes = sum([a.nbytes * (1 + (a.name in published)) for a in adapters])
+    homes = sum([a.nbytes * (1 + published.get(a.name, 0)) for a in adapters])
     for (tier, _), nbytes in room.capacity_bytes.items():
         if tier is Tier.HOST and homes > nbytes:
             raise ValueError(

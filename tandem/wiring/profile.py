@@ -20,8 +20,9 @@ from engine.contract.regions import PageSize
 from engine.results.plan_log import launches_of_plans
 from engine.results.schema import read_table
 from models.spec import ModelSpec
-from sim.cost.adapters import shape_of_rows
+from sim.cost.adapters import AdapterRows, shape_of_rows
 from sim.cost.tables import TableCost
+from sim.cost.windows import WindowShape, recorded_window
 from sim.fit.errors import ALL, errors_of, operator_errors
 from sim.fit.fit_tables import RecordedTraining, all_observed, fit_observed, fit_training
 from sim.fit.recorded_shapes import (
@@ -197,14 +198,14 @@ def _adapted_in(run: Path) -> Mapping[int, Adapted]:
     if not asked.get("count") and not asked.get("names"):
         return NO_ADAPTERS
     run_spec = run_spec_of(ComposedConfig({**config, "trusted": []}, ()))
-    rows = {
-        adapter.name: shape_of_rows(run_spec.spec, adapter.recipe, 0)
-        for adapter in run_spec.room.layout.adapters
-    }
+    spec, rows = run_spec.spec, dict[str, tuple[AdapterRows, WindowShape]]()
+    for adapter in run_spec.room.layout.adapters:
+        own = shape_of_rows(spec, adapter.recipe, 0)
+        rows[adapter.name] = own, recorded_window(spec, adapter.recipe)
     names = ["request_id", "adapter", "adapter_version"]
     found = read_table(run / "requests.parquet", columns=names).to_pylist()
     return {
-        row["request_id"]: Adapted((row["adapter"], row["adapter_version"]), rows[row["adapter"]])
+        row["request_id"]: Adapted((row["adapter"], row["adapter_version"]), *rows[row["adapter"]])
         for row in found
         if row["adapter"]
     }

@@ -139,7 +139,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
     adapters = adapters_of(config, spec, policy, [trainee.job for trainee in trainees])
     if adapters:
         budget, _ = _space(config, device)
-        published = {trainee.job.publish for trainee in trainees}
+        published = {t.job.publish: 1 + t.job.staleness for t in trainees}
         room = with_adapters(room, adapters, requests, policy, budget, published)
     shown = PolicyCost(quoted or cost, _nothing)
     left_bytes = dict(room.capacity_bytes)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.plan import Compute, Plan, Slice
 from engine.contract.progress import advance_serving, advance_training, check_order
 from engine.contract.regions import Work
 from engine.contract.rules import ContractError
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.progress import restart
 from engine.contract.regions import Work
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import ServiceWeights
 from engine.loop.service import DeviceService, Service
 from tests.policies.finetuning_jobs import finetuning_job

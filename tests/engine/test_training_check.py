@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.layout import Layout, Mode
 from engine.contract.plan import (
     HOST_LANE,
@@ -52,6 +52,7 @@ from engine.contract.regions import (
 )
 from engine.contract.rules import ContractError, Rule
 from engine.contract.training_check import TrainingContract, _Reading
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock

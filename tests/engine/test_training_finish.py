@@ -7,9 +7,10 @@ from itertools import permutations
 
 import pytest
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.plan import HOST_LANE, Compute, Op, Slice
 from engine.contract.regions import Work
+from engine.contract.training_progress import TrainingProgress
 from engine.loop.completions import Completions
 from engine.loop.state import JobLists
 from tests.training.trainings import differing, plain, train

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.layout import Mode
 from engine.contract.plan import HOST_LANE, Compute, Free, Grow, Plan, Slice
 from engine.contract.policy import Policy
@@ -26,6 +26,7 @@ from engine.contract.regions import (
     weight,
 )
 from engine.contract.rules import ContractError, Rule
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from engine.contract.windows import on_host, sample_bytes, sample_places, window_footprint
 from models.training.kept import kept_token_bytes

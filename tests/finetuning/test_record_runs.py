@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
-import torch
 
-from engine.contract.plan import Compute
 from engine.contract.records import is_adoption
 from tests.finetuning.test_co_serving_runs import SMALL, Run, run_of
-from tests.finetuning.test_published_adapters import check_tokens
-from tests.training.trainings import differing
 
 OTHERS = ("training.data.", "training=", "training.until_served", "policy=", "scheduling.")
 WORDS = (

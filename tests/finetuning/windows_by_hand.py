@@ -15,10 +15,11 @@ from torch import Tensor
 
 from engine.contract import regions
 from engine.contract.executor import Launch, Piece
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.layout import Mode, lay_out_windows
 from engine.contract.plan import Compute, Slice
 from engine.contract.regions import Kind, Place, Work
+from engine.contract.training_progress import TrainingProgress
 from models.spec import DTYPE_BYTES, ModelSpec
 from models.training.kept import finetuning_shape
 from policies.planners.windows import trained_chunks

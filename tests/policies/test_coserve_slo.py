@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 
 from engine.contract.executor import Launch
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.plan import Compute, Op, Plan, Slice
 from engine.contract.policy import Policy
 from engine.contract.regions import Tier, Work
+from engine.contract.training_progress import TrainingProgress
 from engine.laws.check_policy import WatchedPolicy
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.regions import Work
+from engine.contract.training_progress import TrainingProgress
 from engine.laws.check_policy import WatchedPolicy
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.sharing.llm_station import LlmStation

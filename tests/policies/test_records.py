@@ -13,7 +13,7 @@ from engine.contract.adapters import AdapterSpec
 from engine.contract.layout import Mode
 from engine.contract.plan import Compute, Copy, Free, Plan, Slice
 from engine.contract.records import is_adoption
-from engine.contract.regions import Kind, Place, Tier, Work
+from engine.contract.regions import Kind, Tier, Work
 from models.parameters import adapter_bytes
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
@@ -71,8 +71,12 @@ def slices_of(plan: Plan) -> list[Slice]:
 def adopted(found: Replay) -> list[int]:
     """The requests behind whose records samples have started."""
     return [
-        op.src.region.owner for plan in found.plans for op in plan.ops if is_adoption(op)
-        for op in [op] if isinstance(op, Copy)
+        op.src.region.owner
+        for plan in found.plans
+        for op in plan.ops
+        if is_adoption(op)
+        for op in [op]
+        if isinstance(op, Copy)
     ]
 
 

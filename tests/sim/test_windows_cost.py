@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from engine.contract.executor import Launch, Piece
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
 from engine.contract.regions import Work
+from engine.contract.training_progress import TrainingProgress
 from sim.cost.roofline import Roofline
 from sim.cost.windows import WindowPart, WindowShape, backward_operators, extra_operators, shape_of
 from sim.devices.device import Device

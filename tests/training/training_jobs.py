@@ -11,10 +11,11 @@ import yaml
 
 from engine.contract.executor import Launch, Piece
 from engine.contract.footprint import launches_of
-from engine.contract.job import Job, TrainingProgress
+from engine.contract.job import Job
 from engine.contract.layout import Layout, Mode, TrainingLayout, lay_out
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Copy, Free, Grow, Plan, Slice
 from engine.contract.regions import PageSize, Tier, Work, gradient, hidden, optimizer, saved, weight
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock

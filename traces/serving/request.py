@@ -141,7 +141,8 @@ class TrainingJob:
     as a new version of the adapter `publish` behind every `publish_every`-th update; "": never.
 
     A job that `learns` has samples that are feedback on requests, in the order of the requests. It
-    trains on each once, in the order in which they come.
+    trains on each once, in the order in which they come. It may use a record of a request whose
+    weights are up to `staleness` updates behind its own.
     """
 
     job_id: int
@@ -162,9 +163,10 @@ class TrainingJob:
     publish: str = ""
     publish_every: int = 1
     learns: bool = False
+    staleness: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("job_id", "arrival_ns"):
+        for name in ("job_id", "arrival_ns", "staleness"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training job {self.job_id}: {name} must be at least 0")
         counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks", "publish_every")

@@ -340,7 +340,9 @@ class Finetuning(TrainingWork):
 
     From feedback (FeedbackSamples) a job learns: it trains on each sample once, in the order in
     which they come, and makes as many updates as they fill. It learns from requests of its tenant,
-    and of the adapter that it publishes, where it has one.
+    and of the adapter that it publishes, where it has one. Records that serving has kept of a
+    request may be `staleness` updates behind its weights: such a sample trains through the version
+    that served it.
     """
 
     data: Samples
@@ -350,8 +352,14 @@ class Finetuning(TrainingWork):
     tenants: Sequence[str] = ()
     publish: str = ""
     publish_every: int = 1
+    staleness: int = 0
 
     def __post_init__(self) -> None:
+        if self.staleness < 0 or (self.staleness and not (self.publish and self.learns)):
+            raise ValueError(
+                f"training.staleness={self.staleness}: it is at least 0, and above 0 only of a job "
+                "that learns from feedback and publishes an adapter"
+            )
         if self.tenants and (self.tenant or len({*self.tenants}) < len(self.tenants)):
             raise ValueError(
                 f"training.tenants=[{', '.join(self.tenants)}]: a job for each, with other names; "
@@ -430,6 +438,7 @@ class Finetuning(TrainingWork):
             publish=self.publish,
             publish_every=self.publish_every,
             learns=self.learns,
+            staleness=self.staleness,
         )
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
