@@ -100,6 +100,7 @@ class Run(RunFacts):
     training: pd.DataFrame
     samples: pd.DataFrame | None = None  # of finetuning jobs
     service: pd.DataFrame | None = None  # of tenants, where a scheduling goes by it
+    records: pd.DataFrame | None = None  # of served prompts, where jobs learn from requests
 
     def has(self, table: str) -> bool:
         """Whether the run has kept a table: all of them but those that a run may lack."""

@@ -50,6 +50,8 @@ HEADLINES = {  # what is told of a point: the metric, its heading, and what it i
     "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
     "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
     "finetune_tokens_per_s": ("finetune tok/s", "tokens of samples that went forward per second"),
+    "finetune_trained_tokens_per_s": ("trained tok/s", "tokens of finished samples per second"),
+    "record_hit_rate": ("hits", "share of records of prompts that a sample has used"),
     "finetune_share": ("of alone", "that rate over the one of finetuning alone"),
     "peak_gpu0_used_bytes": ("peak used", "most bytes that the first device held"),
 }
@@ -65,6 +67,8 @@ METRICS = {  # a metric in words, and the unit of its axis
     "train_tokens_per_s": ("trained", "tokens/s"),
     "mean_train_step_s": ("mean training step", "s"),
     "finetune_tokens_per_s": ("finetuned", "tokens/s"),
+    "finetune_trained_tokens_per_s": ("samples trained", "tokens/s"),
+    "record_hit_rate": ("records used", "%"),
     "peak_gpu0_used_bytes": ("peak device memory", "GiB"),
 }
 RESOURCES = re.compile(r"replicas|budget\.|device\.(memory|.*_per_s)")  # keys of which more helps

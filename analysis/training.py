@@ -19,6 +19,7 @@ UNITS = {  # compared metrics
     "first_train_step_s": "s",
     "train_tokens_per_s": "tok/s",
     "finetune_tokens_per_s": "tok/s",
+    "finetune_trained_tokens_per_s": "tok/s",
     "max_itl_s": "s",
 }
 LABELS = {  # of these metrics, in tables
@@ -26,6 +27,7 @@ LABELS = {  # of these metrics, in tables
     "first_train_step_s": "first step, which warms up",
     "train_tokens_per_s": "tokens/s after the first",
     "finetune_tokens_per_s": "finetuned, forward",
+    "finetune_trained_tokens_per_s": "finetuned, samples that are through",
     "max_itl_s": "largest gap between tokens",
 }
 
@@ -78,12 +80,14 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
 
     Tokens per second are those that went forward, unfinished samples included, over the time from
     the first arrival or launch to the last finish (FlexLLM's scripts). Where the configuration has
-    the rate of finetuning alone, `finetune_share` is the share of it. The largest gap between two
+    the rate of finetuning alone, `finetune_share` is the share of it. Tokens of finished samples per
+    second are told beside: a record spares samples a part of their forward. The largest gap between two
     tokens of a request is told beside: a mean hides a stall.
     """
     if not run.rows("samples"):
         return {}
-    rows = run.columns("samples", ("forward_tokens", "start_ns", "last_ns", "status", "restarts"))
+    names = ("tokens", "forward_tokens", "start_ns", "last_ns", "status", "restarts")
+    rows = run.columns("samples", names)
     first_ns, last_ns = float(rows["start_ns"].min()), float(rows["last_ns"].max())
     out: dict[str, float | int] = {}
     if run.rows("requests"):
@@ -91,16 +95,46 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
         first_ns, last_ns = min(first_ns, served_ns[0]), max(last_ns, served_ns[1])
         gaps_ns = _gaps_ns(run)
         out = {"max_itl_s": float(gaps_ns.max()) / 1e9} if len(gaps_ns) else {}
-    tokens = int(rows["forward_tokens"].sum())
-    rate = tokens / (last_ns - first_ns) * 1e9
+    tokens, is_whole = int(rows["forward_tokens"].sum()), rows["status"].is_("finished")
+    rate, trained = (n / (last_ns - first_ns) * 1e9 for n in (tokens, rows["tokens"][is_whole].sum()))
     alone = run.config.get("finetune_alone")
     share = {} if alone is None else {"finetune_share": rate / float(alone)}
     return out | {
-        "finetune_samples": int(rows["status"].is_("finished").sum()),
+        "finetune_samples": int(is_whole.sum()),
         "finetune_tokens": tokens,
         "finetune_tokens_per_s": rate,
+        "finetune_trained_tokens_per_s": float(trained),
         **share,
         "finetune_restarts": int(rows["restarts"].sum()),
+    }
+
+
+def stall_shares(run: RunFacts) -> dict[str, float]:
+    """Of the time from the first launch to the last, the share in which launches waited.
+
+    A launch waits while it is issued and its lane rests: for a copy, or a launch on another lane.
+    Launches that serve, a window beside them or not, are told apart from those that only train.
+    """
+    names = ("lane", "device", "issue_ns", "start_ns", "end_ns", "work")
+    rows = run.columns("steps", names)
+    on_lane = np.logical_or.reduce([rows["lane"].is_(lane) for lane in DEVICE_LANES])
+    if not on_lane.any():
+        return {}
+    issue, start, end = (rows[name].astype(float)[on_lane] for name in names[2:5])
+    serves = (rows["work"].is_("serve") | rows["work"].is_("mixed"))[on_lane]
+    second = rows["lane"].is_(DEVICE_LANES[1])[on_lane]
+    device = rows["device"].astype(float)[on_lane]
+    order = np.lexsort((start, second, device))
+    issue, start, end, serves = (values[order] for values in (issue, start, end, serves))
+    key = np.stack([device[order], second[order]])
+    is_first = np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)])
+    before = np.concatenate([[-np.inf], end[:-1]])
+    free = np.maximum(issue, np.where(is_first, -np.inf, before))
+    waited = np.maximum(start - free, 0.0)
+    total = float(end.max() - start.min())
+    return {
+        "serve_stalled_share": float(waited[serves].sum()) / total,
+        "train_stalled_share": float(waited[~serves].sum()) / total,
     }
 
 

@@ -374,7 +374,7 @@ def _counts(metrics: Mapping[str, Any]) -> str:
 def _training(metrics: Mapping[str, Any]) -> list[str]:
     """Steps, rate and losses of what was trained, what its time and its memory went to."""
     if "train_steps" not in metrics:
-        return _finetuned(metrics)
+        return [*_finetuned(metrics), *_recorded(metrics)]
     lanes = [
         f"{name.removeprefix('busy_share_')} {share:.0%}"
         for name, share in metrics.items()
@@ -383,6 +383,7 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
     told = [
         f"training: {_rate(metrics)}, the first {shown_seconds(metrics['first_train_step_s'])}",
         *_finetuned(metrics),
+        *_recorded(metrics),
         f"time: {shown_times(metrics)}; lanes busy: {', '.join(lanes)}",
     ]
     if "peak_gpu0_used_bytes" in metrics:
@@ -414,6 +415,17 @@ def _finetuned(metrics: Mapping[str, Any]) -> list[str]:
     if "max_itl_s" in metrics:
         told += f"; the largest gap between tokens is {shown_seconds(metrics['max_itl_s'])}"
     return [told]
+
+
+def _recorded(metrics: Mapping[str, Any]) -> list[str]:
+    """Records of prompts: how many a sample has used, how old, and what the others have taken."""
+    if "records" not in metrics:
+        return []
+    told = f"records: {metrics['records']}, of which samples used {metrics['record_hit_rate']:.1%}"
+    if "mean_record_age_s" in metrics:
+        told += f", {shown_seconds(metrics['mean_record_age_s'])} old on average"
+    kept, wasted = metrics["record_kept_bytes"], metrics["record_wasted_bytes"]
+    return [f"{told}; {shown_bytes(kept)} kept, {shown_bytes(wasted)} of it for none"]
 
 
 def _steps(metrics: Mapping[str, Any]) -> str:
