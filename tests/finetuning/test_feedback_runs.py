@@ -20,7 +20,7 @@ from tandem.wiring.machines import prompts_of
 from tandem.wiring.run_spec import run_spec_of
 from tests.finetuning.test_co_serving_runs import SMALL, Run, check_tokens, run_of
 from traces.serving.request import Request
-from traces.training.samples import FeedbackSamples
+from traces.training.feedback import FeedbackSamples
 
 OTHERS = ("training.data.", "training=", "training.until_served")
 WORDS = (

@@ -1,13 +1,29 @@
-"""Whole runs with records: equal plans, tokens of generate, and gradients of what was served."""
+"""Whole runs with records: equal plans, tokens of generate, and training as plain torch has it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from engine.contract.records import is_adoption
+from engine.contract.plan import Compute
+from engine.contract.records import Record, is_adoption
+from engine.contract.training_progress import TrainingProgress
+from models.parameters import adapter_parameters
+from runtime.finetuning.adapters import drawn_adapter
+from runtime.finetuning.model import NO_LABEL, over_served
+from runtime.serving.model import build_model
 from tests.finetuning.test_co_serving_runs import SMALL, Run, run_of
+from tests.finetuning.test_feedback_runs import requests_of
+from tests.finetuning.test_published_adapters import Version, check_tokens, published
+from tests.finetuning.windows_by_hand import distance
+from tests.training.trainings import differing
+
+__all__ = ["published"]  # a fixture
 
 OTHERS = ("training.data.", "training=", "training.until_served", "policy=", "scheduling.")
 WORDS = (
@@ -16,10 +32,17 @@ WORDS = (
     *("training.data.delay_s=0.01", "arrival=poisson", "arrival.rate=100", "scheduling.record=all"),
     *("adapters.count=1", "adapters.rank=4", "training.publish=a0", "training.recipe.lora_rank=4"),
     *("training.microbatches=4", "scheduling.sharing.token_budget=40"),
-    "training.recipe.learning_rate=0.05",
+    "training.recipe.learning_rate=0.01",
 )
-ROOMY = ("scheduling.sharing.token_budget=4000",)  # each prompt is one slice
+STALE = (
+    *[word for word in WORDS if not word.startswith("training.microbatches")],
+    *("training.microbatches=1", "training.staleness=100"),
+)
+STAYS = ("memory.records.offload=false",)
+INPUTS = ("planner.modes=recompute",)
+LATER = ("scheduling.from_token=8",)
 BACKENDS = ("lockstep", "cpu", "cpu backend.clock=wall")
+SAMPLE, VERSION, BEHIND = 9, 2, 11  # columns of RECORDS
 
 
 def used(found: Run) -> int:
@@ -27,20 +50,137 @@ def used(found: Run) -> int:
     return sum([is_adoption(op) for row in found.recorder.plans for op in row[-1].ops])
 
 
+def updates_behind(found: Run) -> list[int]:
+    """Of the records that were used, how old their weights were."""
+    return [row[BEHIND] for row in found.recorder.records if row[SAMPLE] is not None]  # type: ignore[misc]
+
+
+def trained_plainly(found: Run) -> tuple[list[float], Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Losses, the last adapter and the first one by transformers, peft and torch.optim.
+
+    A sample that has used a record has the gradient of the version that served it.
+    """
+    trainee, spec = found.spec.trainees[0], found.spec.spec
+    job, recipe = trainee.job, trainee.job.recipe
+    model: Any = over_served(build_model(spec, found.spec.seed, attention="sdpa"), recipe).eval()
+    drawn = drawn_adapter(spec, found.spec.room.layout.adapters[0].recipe)
+    first = {f"base_model.model.{name}": matrix for name, matrix in drawn.items()}
+    assert not model.load_state_dict(first, strict=False).unexpected_keys
+    own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        own.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+    )
+    version = {row[SAMPLE]: row[VERSION] for row in found.recorder.records}
+    of_request = {sample.request: i for i, sample in enumerate(job.samples)}
+    losses, versions = list[float](), list[dict[str, Tensor]]()
+    for step in range(job.num_steps):
+        newest = {n: p.detach().clone() for n, p in own.items()}
+        versions.append(newest)
+        sums = {n: torch.zeros_like(p) for n, p in own.items()}
+        for k in range(step * job.microbatches, (step + 1) * job.microbatches):
+            at = of_request[requests_of(found)[k]]
+            model.load_state_dict(versions[version.get(k, step)], strict=False)
+            ids = torch.tensor(trainee.batches.ids(at))
+            labels = ids.clone()
+            labels[:, : job.samples[at].prompt_tokens] = NO_LABEL
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            gradients = torch.autograd.grad(loss / job.microbatches, [*own.values()])
+            losses.append(float(loss))
+            for total, gradient in zip(sums.values(), gradients, strict=True):
+                total += gradient
+        model.load_state_dict(newest, strict=False)
+        for name, parameter in own.items():
+            parameter.grad = sums[name]
+        optimizer.step()
+    return losses, {n: p.detach().clone() for n, p in own.items()}, first
+
+
+def check_training(found: Run) -> None:
+    """Losses and the adapter are those of plain torch: AdamW's bounds of a test of 20 steps."""
+    losses, last, first = trained_plainly(found)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    weights = {name: found.weights[name] for name in last}
+    assert distance(weights, last) <= 1e-3 * distance(last, {n: first[n] for n in last})
+
+
 @pytest.mark.parametrize(
-    "words", [(), ("memory.records.offload=false",), ("planner.modes=recompute",)], ids=str
-)
-def test_lockstep_decides_as_a_simulation(words: tuple[str, ...]) -> None:
-    found = run_of("lockstep", (*WORDS, *words))
-    assert found.log == run_of("sim", (*WORDS, *words)).log
+    "words", [WORDS, (*WORDS, *STAYS), (*WORDS, *INPUTS), (*WORDS, *LATER), STALE],
+    ids=["offloaded", "on device", "inputs", "later", "stale"],
+)  # fmt: skip
+def test_training_is_that_of_plain_torch(words: tuple[str, ...]) -> None:
+    found = run_of("lockstep", words)
+    assert found.log == run_of("sim", words).log
     assert used(found) > 3 and not any(math.isnan(loss) for loss in found.losses)
+    assert (max(updates_behind(found)) > 0) is (words == STALE)
+    check_training(found)
 
 
-@pytest.mark.parametrize("words", [(), ("memory.records.offload=false",)], ids=str)
-def test_a_record_changes_no_loss(words: tuple[str, ...]) -> None:
-    """What serving has kept is what the job would compute: by other windows, so nearly."""
-    found = run_of("lockstep", (*WORDS, *words))
-    plain = run_of("lockstep", (*WORDS, "scheduling.record=none"))
-    assert used(found) and not used(plain)
-    assert len(found.losses) == len(plain.losses)
-    assert sorted(found.losses) == pytest.approx(sorted(plain.losses), rel=1e-4)
+@pytest.mark.parametrize("words", [WORDS, STALE], ids=["fresh", "stale"])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_training_in_measured_time(backend: str, words: tuple[str, ...]) -> None:
+    found = run_of(backend, words)
+    assert used(found)
+    check_training(found)
+
+
+def test_what_is_kept_where_makes_no_difference() -> None:
+    """Equal launches give equal bits, whether records have been on the host or not."""
+    found, stays = run_of("lockstep", WORDS), run_of("lockstep", (*WORDS, *STAYS))
+    launches = [
+        [
+            [(s.job.job_id, s.tokens, s.work, s.record) for s in op.slices]
+            for row in run.recorder.plans
+            for op in row[-1].ops
+            if isinstance(op, Compute)
+        ]
+        for run in (found, stays)
+    ]
+    if launches[0] == launches[1]:  # durations of copies may move a plan
+        assert not differing(found.result, stays.result)
+    assert found.outputs == stays.outputs
+
+
+@pytest.mark.parametrize("words", [WORDS, STALE], ids=["fresh", "stale"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_those_of_the_version(
+    backend: str, words: tuple[str, ...], published: dict[Version, Tensor]
+) -> None:
+    found = run_of(backend, words)
+    check_tokens(found, published)
+    assert used(found)
+
+
+# ---- what must fail
+def test_a_record_off_by_one_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The label of a prompt's last token is the answer's first, so that token is computed again."""
+    honest = Record.for_sample
+
+    def one_more(self: Record, prompt_tokens: int, is_behind: bool = False) -> Record | None:
+        return honest(self, prompt_tokens + 1, is_behind)
+
+    monkeypatch.setattr(Record, "for_sample", one_more)
+    found = run_of.__wrapped__("lockstep", WORDS)
+    with pytest.raises(AssertionError):
+        check_training(found)
+
+
+def test_a_record_of_another_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for fresh, it trains through a mix of both weights."""
+    monkeypatch.setattr(TrainingProgress, "updates_behind", lambda self, version: 0)
+    found = run_of.__wrapped__("lockstep", STALE)
+    assert used(found) > 3
+    with pytest.raises(AssertionError):
+        check_training(found)
+
+
+def test_kept_bytes_are_those_of_windows() -> None:
+    """A record takes, per token and unit, what a window of a sample keeps."""
+    found = run_of("lockstep", WORDS)
+    trainee = found.spec.trainees[0]
+    layout = found.spec.room.layout.training[trainee.job.job_id]
+    assert layout.windows is not None
+    each = sum(layout.windows.kept[layout.first :])
+    rows = found.recorder.records
+    assert rows and all(row[4] == row[3] * each for row in rows)  # type: ignore[operator]
+    parameters = adapter_parameters(found.spec.spec, trainee.job.recipe)
+    assert sum([p.elements for p in parameters]) * 4 == found.spec.room.layout.adapters[0].nbytes

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from engine.contract.adapters import AdapterSpec
+from engine.contract.job import Job
 from engine.contract.layout import Mode
 from engine.contract.plan import Compute, Copy, Free, Plan, Slice
 from engine.contract.records import is_adoption
 from engine.contract.regions import Kind, Tier, Work
+from engine.contract.rules import ContractError
 from models.parameters import adapter_bytes
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
@@ -177,6 +179,53 @@ def test_an_update_makes_records_old() -> None:
     each = run(requests, learning(requests, microbatches=1)).check()
     once = run(requests, learning(requests, microbatches=8)).check()
     assert len(adopted(each)) < len(adopted(once))
+
+
+def test_staleness_lets_older_records_be_used() -> None:
+    requests = through(random_requests(3, 30, rate=300))
+    none = run(requests, learning(requests, microbatches=1)).check()
+    some = run(requests, learning(requests, microbatches=1, staleness=100)).check()
+    assert len(adopted(some)) > len(adopted(none))
+    resident = [op for plan in some.plans for op in plan.ops if isinstance(op, Copy)]
+    assert any(op.dst.region.kind is Kind.ADAPTER and op.dst.tier is Tier.GPU for op in resident)
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_laws_hold_under_pressure_with_older_records(depth: int) -> None:
+    for seed in range(4):
+        rng = random.Random(100 + seed)
+        requests = through(random_requests(seed, 30, rate=rng.choice([200, 2000])))
+        job = learning(requests, seed, microbatches=1, staleness=rng.choice([1, 3, 100]))
+        given = {"depth": depth, "noise": 0.3, "seed": seed, "pages": rng.choice([300, 400])}
+        found = run(requests, job, host_pages=rng.choice([400, 4000]), **given).check()
+        assert [row["status"] for row in found.rows("requests")] == ["finished"] * 30
+        assert len(found.rows("training")) == job.num_steps
+
+
+def test_a_stale_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = through(random_requests(3, 30, rate=300))
+    monkeypatch.setattr("engine.contract.records.is_stale", lambda *_: False)
+    monkeypatch.setattr("policies.sharing.records.is_stale", lambda *_: False)
+    with pytest.raises(ContractError, match="updates behind"):
+        run(requests, learning(requests, microbatches=1))
+
+
+def test_a_preempted_prompt_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = through(random_requests(1, 40, rate=2000))
+    monkeypatch.setattr(Job, "may_record", property(lambda job: True))
+    with pytest.raises(ContractError, match="a job that was preempted leaves none"):
+        run(requests, learning(requests, 1), pages=300, host_pages=0)
+
+
+def test_outcomes_tell_what_became_of_records() -> None:
+    requests = through(random_requests(1, 40, rate=2000))
+    found = run(requests, learning(requests, 1), pages=300, host_pages=0).check()
+    rows = found.recorder.records
+    status = Counter([row[7] for row in rows])
+    assert status["used"] == len(adopted(found)) - status["lost"]
+    assert status["dropped"] > 0
+    assert all((row[9] is None) is (row[8] is None) for row in rows)
 
 
 def test_a_log_is_played_back() -> None:

@@ -14,11 +14,12 @@ from engine.contract.plan import Compute, Slice
 from engine.contract.regions import PageSize, kv_place
 from models.parameters import adapter_bytes
 from models.spec import ModelSpec
-from sim.cost.adapters import adapter_operators, adapters_in, shape_of_rows
+from sim.cost.adapters import adapter_operators, adapters_in, recorded_in, shape_of_rows
 from sim.cost.contract import PolicyCost
 from sim.cost.piecewise import Table
 from sim.cost.roofline import Roofline
 from sim.cost.tables import TableCost
+from sim.cost.windows import recorded_window
 from sim.devices.device import Device
 from sim.fit.fit_tables import fit_observed
 from sim.fit.recorded_shapes import Adapted, Launched, launched
@@ -81,6 +82,28 @@ def test_the_roofline_adds_each_version_to_the_price_of_serving() -> None:
     assert plain < same < two
 
 
+def recording(given: Launch, *recorded: int) -> Launch:
+    """The launch with slices of these numbers recorded."""
+    assert isinstance(given.op, Compute)
+    pairs = enumerate(given.op.slices)
+    slices = tuple([piece._replace(record=number in recorded) for number, piece in pairs])
+    return Launch(given.op.again_as(slices), (), given.pieces)
+
+
+def test_a_recorded_slice_is_priced_as_a_window() -> None:
+    """Its adapter is a part of the window's price, and it has no labels."""
+    cost, own = Roofline(device(), SPEC), version(0)
+    given = launch((own, 5), (own, 9))
+    found = recording(given, 1)
+    assert adapters_in(found, SPEC) == (shape_of_rows(SPEC, RECIPE, 5),)
+    (window,) = recorded_in(found, SPEC)
+    assert (window.tokens, window.labels, window.layers, window.rank) == (9, 0, 4, 8)
+    plain = cost.compute_ns(launch((None, 5), (None, 9)))
+    through = cost.through_ns(shape_of_rows(SPEC, RECIPE, 5))
+    assert cost.compute_ns(found) == plain + through + cost.extra_ns(window)
+    assert cost.compute_ns(found) > cost.compute_ns(given)
+
+
 def test_a_policy_is_quoted_what_the_launch_will_cost() -> None:
     cost = Roofline(device(), SPEC)
     issued = launch((version(0), 5), (version(1), 9))
@@ -121,7 +144,8 @@ def test_a_fit_finds_what_adapters_add() -> None:
     """Durations are 1 us a token, and for each version 20 us and 0.5 us a row."""
     rng, found = random.Random(1), []
     kinds = {0: shape_of_rows(SPEC, RECIPE, 0), 1: shape_of_rows(SPEC, RECIPE, 0)}
-    adapted = {job: Adapted(job % 2, kinds[job % 2]) for job in range(0, 6)}
+    window = recorded_window(SPEC, RECIPE)
+    adapted = {job: Adapted(job % 2, kinds[job % 2], window) for job in range(0, 6)}
     for _ in range(400):
         jobs = rng.sample(range(12), rng.randint(1, 6))
         tokens = [rng.choice((1, 1, 4, 16)) for _ in jobs]
@@ -133,6 +157,11 @@ def test_a_fit_finds_what_adapters_add() -> None:
     for rows in (2, 8, 20):
         ns = cost.through_ns(kinds[0]._replace(rows=rows))
         assert ns == pytest.approx(20_000 + 500 * rows, rel=0.05)
+    row = {"step": 3, "jobs": [0, 2], "tokens": [4, 16], "contexts": [0, 8], "samples": 0}
+    seen = launched(row, adapted, {(3, 2)})
+    assert seen.adapters == (kinds[0]._replace(rows=4),)
+    assert seen.recorded == (window._replace(tokens=16, context=8),)
+    assert launched(row, adapted, {(4, 2)}).recorded == ()
     assert Launched(((1, 0),), 0) == launched(
         {"jobs": [7], "tokens": [1], "contexts": [0], "samples": 0}, adapted
     )

@@ -10,11 +10,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from traces.serving.request import Request, Sample, prompt_of
+
 Tokens = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
 ROWS_DROPPED = "rows dropped: "
 # streams of a seed beside those of traces.serving.request and traces.serving.lengths
-SHUFFLES, RANDOM = 2, 3
+SHUFFLES, RANDOM, ORDER = 2, 3, 6
 
 
 def pack(tokens: Tokens, block_tokens: int) -> Tokens:
@@ -107,3 +109,32 @@ class RandomBatches:
     def account(self) -> dict[str, int]:
         """Empty: no text is read."""
         return {}
+
+
+@dataclass(frozen=True)
+class ConversationBatches:
+    """Prompts and answers; a prompt has the ids with which it would be served.
+
+    `prompt_seed` draws the ids of prompts; None: `seed` does, as those of answers.
+    """
+
+    chosen: tuple[tuple[Request, Sample], ...]
+    vocabulary: int
+    seed: int = 0
+    prompt_seed: int | None = None
+
+    def ids(self, microbatch: int) -> Ids:
+        """Token ids [1, tokens], those of its sample wherever that comes again."""
+        number = microbatch % len(self.chosen)
+        request, sample = self.chosen[number]
+        rng = np.random.default_rng((self.seed, ORDER, number, 1))
+        answer = rng.integers(self.vocabulary, size=sample.tokens - sample.prompt_tokens)
+        seed = self.seed if self.prompt_seed is None else self.prompt_seed
+        prompt = np.asarray(prompt_of(request, self.vocabulary, seed), np.int64)
+        return np.concatenate((prompt, answer))[None]
+
+    def account(self) -> dict[str, int]:
+        """Tokens with a loss, and those of the prompts before them."""
+        prompts = sum([sample.prompt_tokens for _, sample in self.chosen])
+        tokens = sum([sample.tokens for _, sample in self.chosen])
+        return {"answer_tokens": tokens - prompts, "prompt_tokens": prompts}

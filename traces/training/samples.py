@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from traces.files import absent
 from traces.serving.recorded_times import UNITS_NS
-from traces.serving.request import Request, Sample, TrainingJob, prompt_of
+from traces.serving.request import Request, Sample, TrainingJob
 from traces.store import read_trace
-from traces.training.batches import Batches, Ids
+from traces.training.batches import ORDER, Batches, ConversationBatches, Ids
+from traces.training.feedback import FeedbackSamples
 from traces.training.job import TrainingWork
 from traces.training.text_store import read_documents
 
 # streams of a seed, beside those of traces.training.batches
-LENGTHS, RELEASES, ORDER, FEEDBACK = 4, 5, 6, 7
+LENGTHS, RELEASES = 4, 5
 FEWEST = 2  # tokens of a sample: a loss is over tokens that have one before them
 
 
@@ -179,108 +180,6 @@ class ConversationSamples:
             )
         order = np.random.default_rng((seed, ORDER)).permutation(len(found))
         return [found[at] for at in order[: self.limit]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeedbackSamples:
-    """Feedback on the requests of the run: each answer that gets some becomes a sample.
-
-    A sample is the prompt of a request and an answer, which carries the loss. It comes `delay_s`
-    behind the answer that was served, and where `delays` is exponential that is the mean. `chance`
-    is the share of the answers that get feedback, of all tenants or by tenant. Which do, and when,
-    is drawn by the recipe's seed and the number of the request.
-
-    The ids of an answer are drawn by that seed, too. A longer sample is cut behind what the job has
-    memory for; where that leaves no answer there is none.
-    """
-
-    chance: float | Mapping[str, float] = 0.5
-    delay_s: float = 60.0
-    delays: Literal["exponential", "fixed"] = "exponential"
-    requests: tuple[Request, ...] = ()
-    prompt_seed: int = 0
-
-    def __post_init__(self) -> None:
-        for tenant, share in self._shares.items():
-            if not 0 <= share <= 1:
-                of = f" of tenant {tenant}" if tenant else ""
-                raise ValueError(f"training.data.chance={share}{of}: it must be in [0, 1]")
-        if not 0 <= self.delay_s < math.inf:
-            raise ValueError(f"training.data.delay_s={self.delay_s}: it must be at least 0")
-        if self.delays not in ("exponential", "fixed"):
-            raise ValueError(f"training.data.delays={self.delays}: use exponential or fixed")
-
-    @property
-    def _shares(self) -> Mapping[str, float]:
-        return self.chance if isinstance(self.chance, Mapping) else {"": self.chance}
-
-    @property
-    def name(self) -> str:
-        """The name in results."""
-        return "feedback"
-
-    def on(self, requests: Sequence[Request], seed: int) -> FeedbackSamples:
-        """The source with the requests of a run, whose prompts are drawn by `seed`."""
-        return replace(self, requests=tuple(requests), prompt_seed=seed)
-
-    def samples(self, longest: int, seed: int, cache: Path) -> tuple[Sample, ...]:
-        """See Samples; each is feedback on a request, in the order of these."""
-        if not self.requests:
-            raise ValueError(
-                "training=feedback learns from answered requests, and there are none of its "
-                "tenant and adapter; choose a trace, or other settings of the job"
-            )
-        found = [self._sample(request, longest, seed) for request in self.requests]
-        return tuple([sample for sample in found if sample is not None])
-
-    def _sample(self, request: Request, longest: int, seed: int) -> Sample | None:
-        """The feedback on a request, if it gets any."""
-        rng = np.random.default_rng((seed, FEEDBACK, request.request_id, 1))
-        drawn, delay_s = rng.random(), self.delay_s
-        if self.delays == "exponential":
-            delay_s = rng.exponential(self.delay_s)
-        by_tenant = isinstance(self.chance, Mapping)
-        share = self._shares.get(request.tenant if by_tenant else "", 0.0)
-        prompt = request.prompt_tokens
-        tokens = min(prompt + request.output_tokens, longest)
-        if drawn >= share or prompt >= tokens:
-            return None
-        return Sample(tokens, prompt, round(delay_s * UNITS_NS["s"]), request.request_id)
-
-    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> ConversationBatches:
-        """Ids of prompts, as they are served, and of answers, all below `vocabulary`."""
-        by_id = {request.request_id: request for request in self.requests}
-        chosen = [(by_id[s.request], s) for s in job.samples if s.request is not None]
-        return ConversationBatches(tuple(chosen), vocabulary, job.recipe.seed, self.prompt_seed)
-
-
-@dataclass(frozen=True)
-class ConversationBatches:
-    """Prompts and answers; a prompt has the ids with which it would be served.
-
-    `prompt_seed` draws the ids of prompts; None: `seed` does, as those of answers.
-    """
-
-    chosen: tuple[tuple[Request, Sample], ...]
-    vocabulary: int
-    seed: int = 0
-    prompt_seed: int | None = None
-
-    def ids(self, microbatch: int) -> Ids:
-        """Token ids [1, tokens], those of its sample wherever that comes again."""
-        number = microbatch % len(self.chosen)
-        request, sample = self.chosen[number]
-        rng = np.random.default_rng((self.seed, ORDER, number, 1))
-        answer = rng.integers(self.vocabulary, size=sample.tokens - sample.prompt_tokens)
-        seed = self.seed if self.prompt_seed is None else self.prompt_seed
-        prompt = np.asarray(prompt_of(request, self.vocabulary, seed), np.int64)
-        return np.concatenate((prompt, answer))[None]
-
-    def account(self) -> dict[str, int]:
-        """Tokens with a loss, and those of the prompts before them."""
-        prompts = sum([sample.prompt_tokens for _, sample in self.chosen])
-        tokens = sum([sample.tokens for _, sample in self.chosen])
-        return {"answer_tokens": tokens - prompts, "prompt_tokens": prompts}
 
 
 @dataclass(frozen=True)
