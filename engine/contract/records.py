@@ -10,6 +10,7 @@ the record: its tokens need no forward then. Reuse of serving's activations is A
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from engine.contract.adapters import AdapterVersion
@@ -146,13 +147,16 @@ def record_places(record: Record, training: TrainingProgress, device: int) -> tu
     """
     layout = layout_of(training)
     assert layout.windows is not None, "a layout in windows"
+    units = tuple([u for u, n in enumerate(layout.windows.kept) if n and u >= layout.first])
+    return _places_of(record.request, record.firsts, units, device)
+
+
+@lru_cache(maxsize=1 << 10)
+def _places_of(
+    request: int, firsts: tuple[int, ...], units: tuple[int, ...], device: int
+) -> tuple[Place, ...]:
     return tuple(
-        [
-            kept(record.request, unit, device=device, first=first)
-            for unit, nbytes in enumerate(layout.windows.kept)
-            if nbytes and unit >= layout.first
-            for first in record.firsts
-        ]
+        [kept(request, unit, device=device, first=first) for unit in units for first in firsts]
     )
 
 

@@ -128,10 +128,18 @@ class DryRunPlanBuilder(PlanBuilder):
 
     def _last_served(self) -> Compute | None:
         """The launch that serves, if nothing but what makes room follows it."""
-        last = next((op for op in reversed(self._ops) if not _makes_room(op)), None)
-        if not isinstance(last, Compute) or last.slices[0].job.training is not None:
-            return None
-        return last
+        behind = list[Place]()
+        for op in reversed(self._ops):
+            if isinstance(op, Compute):
+                is_free = {*op.reads, *op.writes}.isdisjoint(behind)
+                return op if is_free and op.slices[0].job.training is None else None
+            if isinstance(op, Free):
+                behind.append(op.place)
+            elif isinstance(op, Copy) and op.dst.tier is Tier.HOST:
+                behind.append(op.src)
+            elif not isinstance(op, Grow):
+                return None
+        return None
 
     def _put_last(self, before: Compute, after: Compute) -> None:
         """Puts another launch in the place of one, behind all that the plan has."""
@@ -408,8 +416,3 @@ class _LimitedBuilder(PlanBuilder):
             self._make_room(pool, nbytes)
         if self._outer is not None:
             self._outer._make(pool, nbytes)
-
-
-def _makes_room(op: Op | Grow | Share | Free) -> bool:
-    """Whether an operation is growth, or frees an adapter that no slice of the plan needs."""
-    return isinstance(op, Grow) or (isinstance(op, Free) and op.place.region.kind is Kind.ADAPTER)

@@ -94,16 +94,16 @@ class Alchemist:
 
     def _marked(self, piece: Slice, view: View, learns: Iterable[Job]) -> Slice:
         job = piece.job
-        if job.training is not None or not job.may_record:
+        is_prompt = job.computed_tokens + piece.tokens <= job.prompt_tokens
+        if job.training is not None or not (is_prompt or self.record == "everything"):
+            return piece
+        if job.computed_tokens < self.from_token or not job.may_record:
             return piece
         learner = learner_of(job, learns)
         if learner is None or learner.training is None or job.adapter is None:
             return piece
         if not learner.training.spec.learns or is_stale(job.adapter, learner.training):
             return piece  # nothing comes of it
-        is_prompt = job.computed_tokens + piece.tokens <= job.prompt_tokens
-        if job.computed_tokens < self.from_token or not (is_prompt or self.record == "everything"):
-            return piece
         return piece._replace(record=True) if self._is_wanted(job, view) else piece
 
     def _is_wanted(self, job: Job, view: View) -> bool:

@@ -28,7 +28,7 @@ from engine.contract.windows import (
     window_footprint,
 )
 from policies.sharing.adapters import Without, idle_adapters
-from policies.sharing.records import HeldRecords, RecordRules, ahead_of, record
+from policies.sharing.records import HeldRecords, RecordedSlice, RecordRules, ahead_of
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 from policies.training.out_of_memory import OutOfMemory, patient
@@ -290,9 +290,8 @@ class CoMemory:
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         served = tuple([s._replace(record=False) for s in batch if s.job.training is None])
         trained = [piece for piece in batch if piece.job.training is not None]
-        records = None
-        if self.records is not None and view.records:
-            records = HeldRecords(view, plan, self.records)
+        records = None if self.records is None else HeldRecords(view, plan, self.records)
+        if records is not None:
             records.drop_old()
         samples = HeldSamples(view, plan, gives_way=self.buffers == "grown", records=records)
         if served and batch[0].job.training is not None:
@@ -306,13 +305,16 @@ class CoMemory:
                 self._place(piece, served, view, plan, records)
         if served:
             self.serving.fit(served, *samples.beside(view, plan))
-        if self.records is not None:
-            record(batch, view, plan, self.records)
+        made = list[RecordedSlice]()
         if records is not None:
+            records.drop_restarted()
+            made = records.record(batch)
             records.hedge()
         for piece in trained:
             if piece.work is not Work.UPDATE and piece.job.job_id not in samples.restarted:
                 self._place(piece, served, view, plan, records)
+        if records is not None:
+            records.offload(made)
         if not plan and trained and not view.serving and not view.in_flight:
             samples.give_way_to(trained[-1].job)
             if not plan and records is not None and trained[-1].record:
@@ -329,6 +331,8 @@ class CoMemory:
         records: HeldRecords | None,
     ) -> None:
         """Writes a launch that finetunes, if there is room for it beside what is served."""
+        if piece.record and (records is None or not records.has(piece)):
+            return  # the record that it would start behind has given way
         lasting, given = self._lasting(piece, view), _given_kv(piece, view, plan)
         footprint, grows = _growth(piece, lasting, view, plan, given)
         needs = dict(_needs(footprint, grows, plan, view.device))

@@ -7,8 +7,9 @@ text says neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.contract.job import Job
 from engine.contract.plan import Grow, Slice
@@ -77,12 +78,15 @@ def feedback_rate(count: FeedbackCount | None) -> float:
     return (samples + 1) / (answers + 2)
 
 
-def _training_of(record: Record, view: View) -> TrainingProgress | None:
-    """The progress of the job that may learn from a record."""
-    for job in (*view.training, *view.waiting):
-        if job.job_id == record.job_id:
-            return job.training
-    return None
+Value = tuple[bool, float, int, int]  # whether feedback has come, its rate, begin, and number
+
+
+class RecordedSlice(NamedTuple):
+    """What a launch records of a prompt: the request, its places with bytes, and its value."""
+
+    request: int
+    sizes: tuple[tuple[Place, int], ...]
+    value: Value
 
 
 class HeldRecords:
@@ -95,65 +99,82 @@ class HeldRecords:
         view: what the policy was shown.
         plan: the plan that is written.
         rules: the settings.
+
+    Attributes:
+        left: those that the plan has not dropped.
     """
 
     def __init__(self, view: View, plan: PlanBuilder, rules: RecordRules) -> None:
         self._view, self._plan, self._rules = view, plan, rules
-        self._due = set[int]()  # requests on which feedback has come
-        for job in view.training:
-            if (training := job.training) is not None and training.spec.learns:
-                self._due.update(
-                    [s.request for s in training.spec.samples if s.request is not None]
-                )
-        self.left = sorted(view.records.values(), key=self._value)
+        self._learning = [j for j in (*view.training, *view.waiting) if j.training is not None]
+        self._due, self._serving = set[int](), set[int]()  # requests with feedback; in service
+        self._dropped = set[int]()
+        self.left = list[Record]()
+        if view.records:
+            self._serving = {job.job_id for job in (*view.serving, *view.waiting)}
+            for job in self._learning:
+                if job.training is not None and job.training.spec.learns:
+                    on = [sample.request for sample in job.training.spec.samples]
+                    self._due.update([request for request in on if request is not None])
+            self.left = sorted(view.records.values(), key=self._value)
 
-    def _value(self, record: Record) -> tuple[bool, float, int, int]:
+    def _value(self, record: Record) -> Value:
         rate = feedback_rate(self._view.feedback.get(record.tenant))
         return (record.request in self._due, rate, record.made_ns, record.request)
 
+    def _training_of(self, record: Record) -> TrainingProgress | None:
+        """The progress of the job that may learn from a record."""
+        for job in self._learning:
+            if job.job_id == record.job_id:
+                return job.training
+        return None
+
+    def _places(self, record: Record) -> tuple[Place, ...]:
+        """What is kept of a record on the device, held there or not."""
+        training = self._training_of(record)
+        return () if training is None else record_places(record, training, self._view.device)
+
     def on_device(self, record: Record) -> list[Place]:
         """What a record holds on the device, but for keys and values of a request in service."""
-        training = _training_of(record, self._view)
-        if training is None:
-            return []
-        places = [*record_places(record, training, self._view.device)]
-        if self._is_over(record):
-            places.append(kv_place(record.request, device=self._view.device))
+        places = self._places(record)
+        if places and self._is_over(record):
+            places = (*places, kv_place(record.request, device=self._view.device))
         return [place for place in places if self._plan.holds(place)]
 
     def _is_over(self, record: Record) -> bool:
         """Whether a request has its answer: its keys and values are the record's."""
         return record.request not in self._serving
 
-    @property
-    def _serving(self) -> set[int]:
-        return {job.job_id for job in (*self._view.serving, *self._view.waiting)}
-
-    def give_way(self, pool: Pool) -> bool:
+    def give_way(self, pool: Pool, below: Value | None = None) -> bool:
         """Has the next record leave a pool, or end.
 
         Args:
             pool: the device, or its host.
+            below: of a record for which others make room; None: any gives way.
 
         Returns:
             Whether there was one in the pool.
         """
-        for record in [*self.left]:
+        for record in self.left:
+            if below is not None and self._value(record) >= below:
+                return False
             places = self.on_device(record)
             if pool[0] is not Tier.GPU:
                 places = [] if places else self._on_host(record)
             if not places:
                 continue
             if not (pool[0] is Tier.GPU and self._rules.offload and self._moved(places)):
-                self.left.remove(record)
                 self.drop(record)
             return True
         return False
 
     def _on_host(self, record: Record) -> list[Place]:
-        training = _training_of(record, self._view)
-        places = () if training is None else record_places(record, training, self._view.device)
-        return [place for place in map(on_host, places) if self._plan.holds(place)]
+        places = map(on_host, self._places(record))
+        return [place for place in places if self._plan.holds(place)]
+
+    def has(self, piece: Slice) -> bool:
+        """Whether the record is there that the sample of a slice starts behind."""
+        return any([record is self._behind(piece) for record in self.left])
 
     def keep_for(self, piece: Slice) -> None:
         """The record that the sample of a slice starts behind does not give way to it."""
@@ -182,11 +203,11 @@ class HeldRecords:
 
     def drop(self, record: Record) -> None:
         """Gives a record back, with keys and values that are its own."""
-        training = _training_of(record, self._view)
-        assert training is not None, "a record is of a job that learns"
-        places = [*record_places(record, training, self._view.device)]
+        self.left = [other for other in self.left if other is not record]
+        self._dropped.add(record.request)
+        places = self._places(record)
         if self._is_over(record):
-            places.append(kv_place(record.request, device=self._view.device))
+            places = (*places, kv_place(record.request, device=self._view.device))
         for place in places:
             for there in (place, on_host(place)):
                 if self._plan.holds(there):
@@ -198,11 +219,18 @@ class HeldRecords:
         if age_s is not None:
             since_ns = self._view.now_ns - round(age_s * NS_PER_S)
         for record in [*self.left]:
-            training = _training_of(record, self._view)
+            training = self._training_of(record)
             is_old = training is not None and is_stale(record.adapter, training)
             is_due = record.request in self._due
             if is_old or (record.made_ns < since_ns and not is_due and self._is_over(record)):
-                self.left.remove(record)
+                self.drop(record)
+
+    def drop_restarted(self) -> None:
+        """Gives records back of requests that the plan preempts: their tokens come again."""
+        for record in [*self.left]:
+            kv = kv_place(record.request, device=self._view.device)
+            is_here = self._plan.holds(kv) or self._plan.holds(on_host(kv))
+            if not self._is_over(record) and not is_here:
                 self.drop(record)
 
     def hedge(self) -> None:
@@ -212,49 +240,57 @@ class HeldRecords:
         while wanted and self._plan.room(pool) < wanted and self.give_way(pool):
             pass
 
+    def record(self, batch: Sequence[Slice]) -> list[RecordedSlice]:
+        """Has the launch that serves record those of its slices that the scheduling has marked.
 
-def record(batch: Sequence[Slice], view: View, plan: PlanBuilder, rules: RecordRules) -> None:
-    """Has the launch that serves record those of its slices that the scheduling has marked.
+        Records of less value make room. A slice for which there is none is served, and its record
+        ends before it.
 
-    A slice for which there is no room is served, and its record ends before it.
+        Args:
+            batch: the slices of the scheduling.
 
-    Args:
-        batch: the slices of the scheduling.
-        view: what the policy was shown.
-        plan: the plan that is written, which ends with the launch.
-        rules: the settings.
-    """
-    wanted = {piece.job.job_id for piece in batch if piece.record and piece.job.training is None}
-    pool: Pool = (Tier.GPU, view.device)
-    spare = int(rules.headroom * view.capacity_bytes[pool])
-    places, made = dict[int, list[Place]](), list[tuple[Job, tuple[tuple[Place, int], ...]]]()
-    for piece in plan.served() if wanted else ():
-        job = piece.job
-        learner = learner_of(job, (*view.training, *view.waiting))
-        if job.job_id not in wanted or not job.may_record or learner is None:
-            continue
-        assert learner.training is not None, "a job that learns"
-        given = (job.job_id, learner.training, job.computed_tokens, piece.tokens, view.device)
-        sizes = record_sizes(*given)
-        if sum([nbytes for _, nbytes in sizes]) + spare > plan.room(pool):
-            continue
-        plan.grow_all([Grow(place, nbytes) for place, nbytes in sizes])
-        places[job.job_id] = [place for place, _ in sizes]
-        made.append((job, sizes))
-    if not places:
-        return
-    plan.record(places)
-    if rules.offload:
-        for _, sizes in made:
-            _offload(sizes[: len(sizes) - rules.keep_tail], view, plan)
+        Returns:
+            What is recorded, which `offload` moves once the plan is complete.
+        """
+        view, plan, made = self._view, self._plan, list[RecordedSlice]()
+        wanted = {s.job.job_id for s in batch if s.record and s.job.training is None}
+        pool: Pool = (Tier.GPU, view.device)
+        spare = int(self._rules.headroom * view.capacity_bytes[pool])
+        for piece in plan.served() if wanted else ():
+            job, learner = piece.job, learner_of(piece.job, self._learning)
+            if job.job_id not in wanted or job.job_id in self._dropped or not job.may_record:
+                continue
+            if learner is None or learner.training is None:
+                continue
+            given = (job.job_id, learner.training, job.computed_tokens, piece.tokens, view.device)
+            sizes, value = record_sizes(*given), self._value_of(job)
+            need = spare + sum([nbytes for _, nbytes in sizes])
+            while need > plan.room(pool) and self.give_way(pool, value):
+                pass
+            if need <= plan.room(pool):
+                plan.grow_all([Grow(place, nbytes) for place, nbytes in sizes])
+                made.append(RecordedSlice(job.job_id, sizes, value))
+        if made:
+            plan.record({one.request: [place for place, _ in one.sizes] for one in made})
+        return made
 
+    def _value_of(self, job: Job) -> Value:
+        """The value of the record of a request in prefill."""
+        if (known := self._view.records.get(job.job_id)) is not None:
+            return self._value(known)
+        rate = feedback_rate(self._view.feedback.get(job.tenant))
+        return (False, rate, self._view.now_ns, job.job_id)
 
-def _offload(sizes: Sequence[tuple[Place, int]], view: View, plan: PlanBuilder) -> None:
-    """Moves a window's places to the host in the order of the forward, as far as there is room."""
-    for place, nbytes in sizes:
-        if nbytes > plan.room((Tier.HOST, view.device)):
-            return
-        plan.move(place, on_host(place))
+    def offload(self, made: Iterable[RecordedSlice]) -> None:
+        """Moves what a plan records to the host, the lowest layers first, if there is room."""
+        host: Pool = (Tier.HOST, self._view.device)
+        for one in made if self._rules.offload else ():
+            for place, nbytes in one.sizes[: len(one.sizes) - self._rules.keep_tail]:
+                while nbytes > self._plan.room(host) and self.give_way(host, one.value):
+                    pass
+                if nbytes > self._plan.room(host):
+                    return
+                self._plan.move(place, on_host(place))
 
 
 def ahead_of(piece: Slice, device: int, count: int) -> Iterator[Place]:
