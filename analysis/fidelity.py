@@ -26,6 +26,7 @@ FIGURES = (THROUGHPUT, *(f"{s}_{m}_s" for m in METRICS for s in STATS))
 JUDGED = (THROUGHPUT, "mean_tpot_s", "mean_e2e_s", "mean_ttft_s", KV_PEAK)
 FINETUNED, DEVICE_PEAK = "finetune_tokens_per_s", "device_peak_bytes"
 JUDGED_BESIDE = (FINETUNED, DEVICE_PEAK)  # too, where a job finetunes beside requests
+TRAINED, HITS = "finetune_trained_tokens_per_s", "record_hit_rate"  # printed beside
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "rerun_iqr"]
 # Rows that are 1 if a property holds for all reruns; the claim fails if one is not.
 MUST_HOLD = ("kv_peak_replayed_equal", "swapped_in_every_run", "bytes_copied_replayed_equal")
@@ -86,10 +87,13 @@ def figures_of(run: Run) -> dict[str, float]:
     """What is compared of a run: throughput in requests/s, latencies in s, peak KV in pages.
 
     Of a job that finetunes beside requests also tokens forward per second, and the peak of the
-    device in bytes. A figure that is not defined is left out: the TPOT of answers of one token.
+    device in bytes; where prompts are recorded, tokens of whole samples per second, and the share of
+    records that were used. A figure that is not defined is left out: the TPOT of answers of one
+    token.
     """
     known = summary(run)
-    found = {key: float(known[key]) for key in FIGURES if key in known}
+    wanted = (*FIGURES, *((TRAINED, HITS) if "finetune_trained_tokens_per_s" in known else ()))
+    found = {key: float(known[key]) for key in wanted if key in known}
     found[KV_PEAK] = float(kv_peak_pages(run))
     if FINETUNED in known:
         found |= {FINETUNED: float(known[FINETUNED]), DEVICE_PEAK: float(device_peak_bytes(run))}

@@ -1,0 +1,160 @@
+"""Claim: what learning from feedback does on a CPU is predicted: training, latencies, peaks, hits.
+
+200 ShareGPT requests through an adapter, half of whose answers get feedback two seconds later, at
+50, 80 and 120 % of the capacity of serving, five reruns each, by the protocol of
+coserving_fidelity.py. `alchemist` trains behind records of prompts, `recompute` without, and
+`separate` on a device of its own: it serves alone, and another run trains on the feedback that has
+come by the clock of the first, predicted from a prediction. Medians of the reruns are held to 5 %
+of trained tokens per second (those of samples that are through), 5 % of mean TPOT (or what reruns
+vary by, at most 10 %), 3 % of the peaks of KV and of the device's memory, at 50 % load to 10 % of
+mean TTFT, and the share of records that were used to 2 points.
+
+Run it alone, on a machine at rest; it takes hours. `--only CASE` measures a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from analysis.fidelity import DEVICE_PEAK, HITS, KV_PEAK, TRAINED, TTFT_UP_TO, figures_of
+from analysis.run import load as load_run
+from benchmarks.coserving.coserving_fidelity import COLUMNS, HELD
+from benchmarks.fidelity.cases import finish, keep, say, with_earlier
+from tandem.cli.__main__ import main as tandem
+from tandem.cli.fidelity import REPORT
+from tandem.fidelity.protocol import run
+
+OUT = Path("benchmarks/results/feedback_fidelity.csv")
+LOADS, RERUNS, REQUESTS = (0.5, 0.8, 1.2), 5, 200
+BAR, HITS_BAR = 0.05, 0.02
+SERVED = (
+    *("experiment=fidelity_chunked", "model=micro_llama", "adapters.count=1"),
+    *("budget.kv_pages=4096", "device.memory_bytes=4000000000", "device.host_bytes=12000000000"),
+)
+LEARNING = (
+    *("training=feedback", "training.publish=a0", "training.sequence_tokens=512"),
+    *("training.data.delay_s=2", "training.microbatches=4", "training.staleness=4"),
+)
+SHARING = (
+    *("policy=alchemist", "scheduling.sharing.token_budget=128"),
+    "scheduling.sharing.serving.max_jobs=48",
+)
+POLICIES = {
+    "alchemist": (*SHARING, *LEARNING),
+    "recompute": (*SHARING, *LEARNING, "scheduling.record=none"),
+    "separate": (
+        *("policy=adapters", "scheduling.token_budget=128", "scheduling.max_jobs=48"),
+    ),
+}
+ALONE = (  # what the other device of `separate` runs
+    *("trace=none", "model=micro_llama", "policy=coserve", "training=feedback"),
+    *("training/data=feedback_of_run", "training.data.feedback.delay_s=2"),
+    *("training.sequence_tokens=512", "training.microbatches=4"),
+    *("scheduling.token_budget=512", "device.memory_bytes=4000000000"),
+)
+CASES = {f"{policy}@{load:.0%}": (policy, load) for policy in POLICIES for load in LOADS}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=[*CASES], help="measure these cases anew")
+    parser.add_argument("--quick", action="store_true", help="`alchemist` at 80 %%, 20 requests")
+    parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
+    chosen = parser.parse_args()
+    requests, reruns = (20, 2) if chosen.quick else (REQUESTS, RERUNS)
+    only = ["alchemist@80%"] if chosen.quick else chosen.only or [*CASES]
+    table = pd.DataFrame(columns=COLUMNS)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = (chosen.keep or Path(temporary)).resolve()
+        for part in parts(only, requests, reruns, root):
+            table = part if table.empty else pd.concat([table, part], ignore_index=True)
+            if not chosen.quick:
+                keep(with_earlier(table, [*CASES], OUT), OUT)  # it takes long
+    if chosen.quick:
+        return finish("feedback_fidelity_worst", table, OUT.with_stem("feedback_fidelity_part"))
+    return finish("feedback_fidelity_worst", with_earlier(table, [*CASES], OUT), OUT)
+
+
+def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterator[pd.DataFrame]:
+    """A judged table of each policy. SystemExit where the command was told to end."""
+    for policy, settings in POLICIES.items():
+        loads = [CASES[case][1] for case in only if CASES[case][0] == policy]
+        if not loads:
+            continue
+        words = [*SERVED, *settings, f"limit={requests}", f"--reruns={reruns}"]
+        words.append(f"--load={','.join(map(str, loads))}")
+        say(f"{policy}: tandem fidelity {' '.join(words)}")
+        folder = root / policy  # more loads go on in it
+        code = tandem(["fidelity", *words, f"--out={folder}"])
+        if code > 128:
+            raise SystemExit(code)
+        page = folder / REPORT / "fidelity.json"
+        found = json.loads(page.read_text(encoding="utf-8")) if page.is_file() else {}
+        for load in loads:
+            yield judged(policy, load, found)
+            if policy == "separate":
+                yield trained_apart(folder / f"load-{load * 100:g}", load, reruns)
+
+
+def judged(policy: str, load: float, found: Mapping[str, Any]) -> pd.DataFrame:
+    """The figures of a report of `tandem fidelity`, held to the bars of this claim."""
+    case = f"{policy}@{load:.0%}"
+    known = next((part for part in found.get("loads", ()) if part["load"] == load), None)
+    bars = {"mean_tpot_s": BAR, KV_PEAK: 0.03}
+    if policy != "separate":
+        bars |= {TRAINED: BAR, DEVICE_PEAK: 0.03}
+    if load <= TTFT_UP_TO:
+        bars["mean_ttft_s"] = 0.1
+    if policy == "alchemist":
+        bars[HITS] = HITS_BAR
+    rows = list[tuple[object, ...]]()
+    for row in known["figures"] if known else ():
+        figure, error = row["figure"], row["error"]
+        bar = row["bar"] if figure in ("mean_tpot_s",) else bars.get(figure, math.nan)
+        is_broken = figure in HELD and known is not None and figure in known["failed"]
+        off = math.inf if error is None else abs(error)
+        if figure == HITS:
+            off *= row["measured"]  # in points
+        used = math.inf if is_broken else off / bar if figure in bars else math.nan
+        bar = bar if figure in bars else math.nan
+        rows.append((case, figure, row["measured"], error, row["worst_rerun"], bar, used))
+    lacks = {*bars} - {str(row[1]) for row in rows}
+    rows += [(case, figure, 0.0, -1.0, -1.0, math.nan, math.inf) for figure in sorted(lacks)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def trained_apart(folder: Path, load: float, reruns: int) -> pd.DataFrame:
+    """Training on another device, on feedback as the measured runs have it, and as predicted."""
+    predicted = run(
+        [*ALONE, f"training.data.run={folder / 'predicted'}", f"profile={folder / 'profile'}"],
+        folder / "apart" / "predicted",
+    )
+    guess, errors, values = figures_of(predicted), dict[str, list[float]](), dict[str, float]()
+    for number in range(reruns):
+        served = folder / f"run{number}" / "measured"
+        load_run(served)
+        words = [*ALONE, f"training.data.run={served}", "backend=cpu", "backend.workspace_every=0"]
+        done = figures_of(run(words, folder / "apart" / f"run{number}"))
+        for figure in (TRAINED, DEVICE_PEAK):
+            errors.setdefault(figure, []).append(guess[figure] / done[figure] - 1)
+            values[figure] = done[figure]
+    case, bars = f"separate@{load:.0%}", {TRAINED: BAR, DEVICE_PEAK: 0.03}
+    rows = [
+        (case, f, values[f], median(own), max(own, key=abs), bars[f], abs(median(own)) / bars[f])
+        for f, own in errors.items()
+    ]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
