@@ -231,7 +231,8 @@ def test_ways_to_share_have_their_bounds_beside_them(tmp_path: Path, unrendered:
 
 
 COSERVED = ("model=micro_llama", "device=cpu", "limit=12", "training.sequence_tokens=64")
-COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
+COSERVED += ("training.microbatches=2",)
+LEARNED = ("training.data.chance=1.0",)
 
 
 @pytest.mark.broad(4)
@@ -240,6 +241,8 @@ COSERVED += ("training.data.mean_tokens=32", "training.microbatches=2")
     [
         ("budget_sweep", ("scheduling.token_budget=24,64", "scheduling.backward_layers=1,2")),
         ("coserve_frontier", ("policy=coserve,temporal", "arrival.rate=4.0,8.0")),
+        ("alchemist_staleness", (*LEARNED, "training.staleness=0,4", "training.data.delay_s=0.1,1")),
+        ("alchemist_burst", (*LEARNED, "arrival.burstiness=0.5,1.0", "memory.records.hedge=0,0.2")),
     ],
 )
 def test_finetuning_is_drawn_beside_latency(

@@ -17,6 +17,8 @@ FINETUNED = FigureAxis("finetune_tokens_per_s", "finetuned tokens/s")
 TRAINED = FigureAxis("train_tokens_per_s", "trained tokens/s, after the first step")
 LATENCY = FigureAxis("mean_tpot_s", "mean TPOT, ms", MS)
 TAIL = FigureAxis("p99_tpot_s", "p99 TPOT, ms", MS)
+SAMPLES = FigureAxis("finetune_trained_tokens_per_s", "tokens/s of samples that are through")
+HITS = FigureAxis("record_hit_rate", "records that a sample used, %", 0.01)
 RATE = "rate_per_s"
 SERVING, FINETUNING = "serving alone", "finetuning alone"
 DEVICES = 4  # of FlexLLM's clusters
@@ -28,13 +30,13 @@ def _read(runs: pd.DataFrame, column: str, by: str, x: str, series: str) -> pd.D
     rows = finished(runs)
     names = rows[by] if by == series else rows[by].map(lambda value: f"{value} {series}")
     out = pd.DataFrame({series: names, x: rows[column].astype(float)})
-    for name in (FINETUNED.column, TRAINED.column, LATENCY.column, TAIL.column):
-        if name in rows:
-            out[name] = rows[name].astype(float)
+    for axis in (FINETUNED, TRAINED, LATENCY, TAIL, SAMPLES, HITS):
+        if axis.column in rows:
+            out[axis.column] = rows[axis.column].astype(float)
     return out.sort_values([series, x]).reset_index(drop=True)
 
 
-def _beside(
+def beside(
     name: str,
     column: str,
     by: str,
@@ -42,12 +44,27 @@ def _beside(
     x: FigureAxis,
     text: tuple[str, str],
     work: FigureAxis = FINETUNED,
+    other: FigureAxis = LATENCY,
 ) -> Callable[[pd.DataFrame, Path, Path], Shown]:
-    """Draws two axes over what is swept: training, and latency."""
+    """Makes the drawing of two axes over what is swept: training, and latency.
+
+    Args:
+        name: of the figure.
+        column: the setting along x, such as config.arrival.rate.
+        by: the setting that a line has one value of.
+        series: what its values are, for the legend.
+        x: the axis of the setting.
+        text: heading, and sentences below it.
+        work: the left axis.
+        other: the right one.
+
+    Returns:
+        Draws the runs of a sweep.
+    """
 
     def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
         data = _read(runs, column, by, x.column, series)
-        axes = iter((work, LATENCY))
+        axes = iter((work, other))
 
         def draw(part: pd.DataFrame, ax: Any) -> Any:
             return plot_lines(part, ax, x, next(axes), series)
@@ -116,7 +133,7 @@ def _over(data: pd.DataFrame, ax: Any, x: FigureAxis, y: FigureAxis) -> Any:
     return plot_lines(data, ax, x, y, "policy")
 
 
-budget_sweep = _beside(
+budget_sweep = beside(
     "budget_sweep",
     "config.scheduling.token_budget",
     "config.scheduling.backward_layers",
@@ -124,7 +141,7 @@ budget_sweep = _beside(
     FigureAxis("budget_tokens", "budget of a step, tokens", is_log=True),
     ("Budgets of co-serving", f"{BESIDE} A line is a number of layers back in a step."),
 )
-slo_sweep = _beside(
+slo_sweep = beside(
     "slo_sweep",
     "config.scheduling.slo_s",
     "config.arrival.rate",
@@ -132,7 +149,7 @@ slo_sweep = _beside(
     FigureAxis("slo_s", "SLO of a step, ms", MS),
     ("Finetuning within an SLO", f"{BESIDE} A line is a load."),
 )
-finetune_length = _beside(
+finetune_length = beside(
     "finetune_length",
     "config.training.data.mean_tokens",
     "policy",
@@ -140,7 +157,7 @@ finetune_length = _beside(
     FigureAxis("sample_tokens", "tokens of a sample", is_log=True),
     ("Length of samples", BESIDE),
 )
-burstiness = _beside(
+burstiness = beside(
     "burstiness",
     "config.arrival.burstiness",
     "policy",
@@ -148,7 +165,7 @@ burstiness = _beside(
     FigureAxis("burstiness", "burstiness of arrivals: 1 is Poisson, less is burstier"),
     ("Bursts", BESIDE),
 )
-tide_under_kv = _beside(
+tide_under_kv = beside(
     "tide_under_kv",
     "config.arrival.rate",
     "policy",

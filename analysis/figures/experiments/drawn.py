@@ -9,6 +9,7 @@ import pandas as pd
 
 from analysis.figures.experiments import (
     adam_placement,
+    alchemist,
     chunk_size,
     coserving,
     eviction,
@@ -23,6 +24,11 @@ from analysis.figures.run_figures import Shown
 Draw = Callable[[pd.DataFrame, Path, Path], Shown]  # all runs, their folder, that of the figure
 FIGURES: Mapping[str, Draw] = {
     "adam_placement": adam_placement.drawn,
+    "alchemist_burst": alchemist.burst,
+    "alchemist_delay": alchemist.delay,
+    "alchemist_link": alchemist.link,
+    "alchemist_share": alchemist.share,
+    "alchemist_staleness": alchemist.staleness,
     "budget_sweep": coserving.budget_sweep,
     "burstiness": coserving.burstiness,
     "chunk_size": chunk_size.drawn,

@@ -1,0 +1,81 @@
+"""What learning from what was served promises, each with the test or claim that shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.test_shown import is_there
+
+RUNS = "tests/finetuning/test_record_runs.py"
+FEEDBACK = "tests/policies/test_feedback.py"
+FEEDBACK_RUNS = "tests/finetuning/test_feedback_runs.py"
+POLICY = "tests/policies/test_records.py"
+FIGURES = "tests/analysis/test_experiments.py"
+COSTS = "tests/sim/test_adapters_cost.py"
+CLAIMS = "benchmarks/coserving"
+CONFIGS = "tests/cli/test_configs.py"
+
+SHOWN = {
+    # numerics
+    "losses and adapters are plain torch's, also of stashed weights": (
+        f"{RUNS}::test_training_is_that_of_plain_torch"
+    ),
+    "the same on both clocks of a CPU": f"{RUNS}::test_training_in_measured_time",
+    "offloaded or not: equal bits": f"{RUNS}::test_what_is_kept_where_makes_no_difference",
+    "negative control: off by one token": f"{RUNS}::test_a_record_off_by_one_token_is_found",
+    "negative control: another version": f"{RUNS}::test_a_record_of_another_version_is_found",
+    "negative control: a preempted prompt": f"{POLICY}::test_a_preempted_prompt_leaves_no_record",
+    "losses of feedback are those of the dialogues": (
+        f"{FEEDBACK_RUNS}::test_losses_are_those_of_the_dialogues"
+    ),
+    # tokens and decisions
+    "tokens equal generate, with the version of each request": (
+        f"{RUNS}::test_tokens_are_those_of_the_version"
+    ),
+    "sim and lockstep decide alike": f"{RUNS}::test_training_is_that_of_plain_torch",
+    "plans are played back": f"{POLICY}::test_a_log_is_played_back",
+    "never over capacity under pressure": f"{POLICY}::test_laws_hold_under_pressure",
+    "never over capacity with older records": (
+        f"{POLICY}::test_laws_hold_under_pressure_with_older_records"
+    ),
+    "records cause no restart": f"{POLICY}::test_records_cause_no_restart",
+    "records give way to a burst within one plan": (
+        f"{POLICY}::test_records_give_way_before_samples_do"
+    ),
+    "a stale record is refused": f"{POLICY}::test_a_stale_record_is_refused",
+    # bytes and prices
+    "kept bytes equal their formula": f"{RUNS}::test_kept_bytes_are_those_of_windows",
+    "recording is priced": f"{COSTS}::test_a_recorded_slice_is_priced_as_a_window",
+    # prediction and measurement
+    "speed-up at recorded shares 5 %, 1.3 at .9; cost of recording 3 %; bytes of record-all": (
+        f"{CLAIMS}/record_reuse.py"
+    ),
+    "CPU fidelity of three policies at three loads": f"{CLAIMS}/feedback_fidelity.py",
+    "99 % of the tokens stay in time at 80 % load": f"{CLAIMS}/records_give_way.py",
+    # policies
+    "policy alchemist, and what became of its records": (
+        f"{POLICY}::test_outcomes_tell_what_became_of_records"
+    ),
+    "policy alchemist, staleness": f"{POLICY}::test_staleness_lets_older_records_be_used",
+    # experiments
+    "alchemist_staleness, alchemist_burst": f"{FIGURES}::test_finetuning_is_drawn_beside_latency",
+    "alchemist_share, alchemist_delay, alchemist_link": (
+        f"{FIGURES}::test_the_ends_of_each_axis_compose"
+    ),
+}
+ABSENT = {
+    "to the bit with a whole record": (
+        "a record is computed with the prompt's other rows, and the last prompt token with the "
+        "answer's: products of other shapes, which round differently"
+    ),
+    "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
+}
+
+
+@pytest.mark.parametrize("promise", SHOWN)
+def test_what_is_promised_is_shown(promise: str) -> None:
+    assert is_there(SHOWN[promise]), SHOWN[promise]
+
+
+def test_what_is_not_shown_has_a_reason() -> None:
+    assert all(ABSENT.values()) and not ABSENT.keys() & SHOWN.keys()
