@@ -87,9 +87,8 @@ def figures_of(run: Run) -> dict[str, float]:
     """What is compared of a run: throughput in requests/s, latencies in s, peak KV in pages.
 
     Of a job that finetunes beside requests also tokens forward per second, and the peak of the
-    device in bytes; where prompts are recorded, tokens of whole samples per second, and the share of
-    records that were used. A figure that is not defined is left out: the TPOT of answers of one
-    token.
+    device in bytes; tokens of whole samples per second, and the share of records that were used. A
+    figure that is not defined is left out: the TPOT of answers of one token.
     """
     known = summary(run)
     wanted = (*FIGURES, *((TRAINED, HITS) if "finetune_trained_tokens_per_s" in known else ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from analysis.run import RunFacts
 
+
 def record_summary(run: RunFacts) -> dict[str, float | int]:
     """Flat scalars of records; empty where none was made.
 

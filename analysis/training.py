@@ -80,9 +80,9 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
 
     Tokens per second are those that went forward, unfinished samples included, over the time from
     the first arrival or launch to the last finish (FlexLLM's scripts). Where the configuration has
-    the rate of finetuning alone, `finetune_share` is the share of it. Tokens of finished samples per
-    second are told beside: a record spares samples a part of their forward. The largest gap between two
-    tokens of a request is told beside: a mean hides a stall.
+    the rate of finetuning alone, `finetune_share` is the share of it. Tokens of finished samples
+    per second are told beside, as a record spares samples a part of their forward, and the largest
+    gap between two tokens of a request: a mean hides a stall.
     """
     if not run.rows("samples"):
         return {}
@@ -96,7 +96,9 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
         gaps_ns = _gaps_ns(run)
         out = {"max_itl_s": float(gaps_ns.max()) / 1e9} if len(gaps_ns) else {}
     tokens, is_whole = int(rows["forward_tokens"].sum()), rows["status"].is_("finished")
-    rate, trained = (n / (last_ns - first_ns) * 1e9 for n in (tokens, rows["tokens"][is_whole].sum()))
+    rate, trained = (
+        n / (last_ns - first_ns) * 1e9 for n in (tokens, rows["tokens"][is_whole].sum())
+    )
     alone = run.config.get("finetune_alone")
     share = {} if alone is None else {"finetune_share": rate / float(alone)}
     return out | {

@@ -52,9 +52,7 @@ SHARING = (
 POLICIES = {
     "alchemist": (*SHARING, *LEARNING),
     "recompute": (*SHARING, *LEARNING, "scheduling.record=none"),
-    "separate": (
-        *("policy=adapters", "scheduling.token_budget=128", "scheduling.max_jobs=48"),
-    ),
+    "separate": (*("policy=adapters", "scheduling.token_budget=128", "scheduling.max_jobs=48"),),
 }
 ALONE = (  # what the other device of `separate` runs
     *("trace=none", "model=micro_llama", "policy=coserve", "training=feedback"),

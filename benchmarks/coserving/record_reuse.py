@@ -74,7 +74,9 @@ def dialogues(share: float, folder: Path) -> Path:
     return path
 
 
-def reuse(root: Path, profile: Path, shares: Sequence[float], runs: int) -> list[tuple[object, ...]]:
+def reuse(
+    root: Path, profile: Path, shares: Sequence[float], runs: int
+) -> list[tuple[object, ...]]:
     """Rows of the speed-up at each share, predicted and measured in turns."""
     rows = list[tuple[object, ...]]()
     for share in shares:
@@ -139,10 +141,19 @@ def _bytes_row(case: str, prompts: Run, everything: Run) -> tuple[object, ...]:
     asked = prompts.requests.set_index("request_id")
     whole = both[both["tokens"].eq(asked["prompt_tokens"] + asked["output_tokens"] - 1)]
     pairs = own[own["tokens"].eq(asked["prompt_tokens"])].join(whole, how="inner", rsuffix="_both")
-    ratio = (pairs["tokens_both"] / pairs["tokens"]).sub(pairs["kept_bytes_both"] / pairs["kept_bytes"])
+    ratio = (pairs["tokens_both"] / pairs["tokens"]).sub(
+        pairs["kept_bytes_both"] / pairs["kept_bytes"]
+    )
     is_exact = len(pairs) > 0 and ratio.abs().max() < 1e-12
     say(f"{case}: {len(pairs)} requests recorded whole in both runs")
-    return (case, "bytes_of_everything", float(len(pairs)), float(len(pairs)), 0.0, 0.0 if is_exact else 2.0)
+    return (
+        case,
+        "bytes_of_everything",
+        float(len(pairs)),
+        float(len(pairs)),
+        0.0,
+        0.0 if is_exact else 2.0,
+    )
 
 
 def main() -> int:

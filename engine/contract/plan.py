@@ -128,7 +128,8 @@ class Copy:
     @property
     def lane(self) -> Lane:
         """Each direction of each link is a lane; a copy between devices is on the sender's."""
-        if self.src.tier is Tier.GPU and self.dst.tier is Tier.GPU:
+        is_near = self.src.device == self.dst.device
+        if self.src.tier is Tier.GPU and self.dst.tier is Tier.GPU and not is_near:
             return (self.src.device, f"peer->{self.dst.device}")
         owner = self.src if self.src.tier is Tier.GPU else self.dst
         return (owner.device, COPY_LANES[self.src.tier, self.dst.tier])

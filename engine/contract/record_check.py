@@ -71,9 +71,10 @@ class RecordCheck:
         found = set[int]()
         for piece in op.slices:
             training = piece.job.training
-            if piece.record and training is not None:
-                if (record := training.adoptable(piece.microbatch)) is not None:
-                    found.add(record.request)
+            if not piece.record or training is None:
+                continue
+            if (record := training.adoptable(piece.microbatch)) is not None:
+                found.add(record.request)
         return found
 
     def _compute(

@@ -2,9 +2,9 @@
 
 While a prompt is computed, its launches may keep what a backward through these tokens needs, window
 by window: per unit and window a region that the request owns. The record and the keys and values of
-the request outlive it. Once feedback on the request has come, the sample of the job may start behind
-the record: its tokens need no forward then. Reuse of serving's activations is Alchemist's (arXiv
-2503.01066); a record may begin at any token up to which keys and values are there.
+the request outlive it. Once feedback on the request has come, the sample of the job may start
+behind the record: its tokens need no forward then. Reuse of serving's activations is Alchemist's
+(arXiv 2503.01066); a record may begin at any token up to which keys and values are there.
 """
 
 from __future__ import annotations
@@ -101,9 +101,10 @@ def learner_of(job: Job, training: Iterable[Job]) -> Job | None:
         return None
     for other in training:
         progress = other.training
-        if progress is not None and progress.spec.finetunes and progress.layout is not None:
-            if progress.spec.publish == job.adapter.name:
-                return other
+        if progress is None or not progress.spec.finetunes or progress.layout is None:
+            continue
+        if progress.spec.publish == job.adapter.name:
+            return other
     return None
 
 

@@ -332,7 +332,7 @@ class _Reading:
         if self._due:
             self._keep_due((src, dst))
         self._stamps[dst] = stamp
-        if stamp <= 0:
+        if stamp <= 0 or src.region != dst.region:
             self._bytes[dst] = self._held(src)
             if stamp == EMPTY and src in self._begun:
                 self._begun.append(dst)

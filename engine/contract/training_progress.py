@@ -1,4 +1,4 @@
-"""The progress of a training job: what is done of its steps, unit by unit. Only the engine changes it."""
+"""The progress of a training job: what is done, unit by unit. Only the engine changes it."""
 
 from __future__ import annotations
 
@@ -267,11 +267,17 @@ class TrainingProgress:
         self._pass_record(microbatch)
 
     def _pass_record(self, microbatch: int) -> None:
-        """A forward that has come to the first recorded token goes on behind the last one."""
+        """A forward that has come to the first recorded token goes on behind the last one.
+
+        No recorded token has a label, so that the head has nothing of them to go back over.
+        """
         record, done = self._adopted[microbatch], self._forward[microbatch]
+        back, head = self._backward[microbatch], self.spec.num_units - 1
         for unit, tokens in enumerate(done):
             if tokens == record.start:
                 list.__setitem__(done, unit, record.stop)
+                if unit == head:
+                    list.__setitem__(back, unit, back[unit] + record.tokens)
 
     def _count_trained(self, first: int) -> None:
         """Counts the microbatches of the step that are trained, from one on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from engine.contract.adapters import AdapterVersion
@@ -15,9 +14,7 @@ from engine.contract.plan import Grow, Op, Slice, one_token
 from engine.contract.records import FeedbackCount, Record
 from engine.contract.regions import PageSize, Place, Pool, Work
 from engine.contract.rules import stored_by_slot
-from engine.contract.training_progress import NO_RECORDS
 
-NO_FEEDBACK: Mapping[str, FeedbackCount] = MappingProxyType({})
 LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice
 
 
@@ -322,8 +319,8 @@ class View:
     service: Mapping[str, float] | None = None
     first_token_ns: Callable[[Job], int | None] = untold
     adapters: Mapping[str, AdapterVersion] | None = None
-    records: Mapping[int, Record] = NO_RECORDS
-    feedback: Mapping[str, FeedbackCount] = NO_FEEDBACK
+    records: Mapping[int, Record] | None = None
+    feedback: Mapping[str, FeedbackCount] | None = None
 
     def __repr__(self) -> str:
         return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"

@@ -277,8 +277,8 @@ class SeenView(View):
         kept_pages: Callable[[], KeptPages] | None = _noted("kept_pages")
         service: Mapping[str, float] | None = _noted("service")
         first_token_ns: Callable[[Job], int | None] = _noted("first_token_ns")
-        records: Mapping[int, Record] = _noted("records")
-        feedback: Mapping[str, FeedbackCount] = _noted("feedback")
+        records: Mapping[int, Record] | None = _noted("records")
+        feedback: Mapping[str, FeedbackCount] | None = _noted("feedback")
 
     @classmethod
     def of(cls, view: View, reads: SeenReads) -> SeenView:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from engine.contract.executor import Launch, Span
-from engine.contract.plan import Compute, Copy, Lane, Op, Plan
-from engine.contract.regions import PageSize, Place, Pool, Tier
+from engine.contract.plan import Compute, Copy, Free, Lane, Op, Plan
+from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
 from engine.memory.scoreboard import Life
 
@@ -123,7 +123,8 @@ def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
     """Law 11b: every operation reads what it would read if all ran in issue order.
 
     Each write leaves a stamp made of the operation and all it read; the stamps seen in span time
-    must be those of issue order.
+    must be those of issue order. Keys and values that are given back and begun again lie on other
+    pages: they are other memory.
 
     Args:
         plans: in issue order.
@@ -135,18 +136,19 @@ def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
     Raises:
         BrokenLaw: an operation reads stale data.
     """
-    order = operations(plans)
+    touched = _touched([*plans])
+    order = [*touched]
     index = {op: i for i, op in enumerate(order)}
-    expected = _stamps_in_order(order, index)
-    memory: dict[Place, int] = {}
+    expected = _stamps_in_order(touched, index)
+    memory: dict[_Lived, int] = {}
     seen: dict[Op, tuple[int, ...]] = {}
     events = [(spans[op].start_ns, 1, index[op], op) for op in order]
     events += [(spans[op].end_ns, 0, index[op], op) for op in order]
     for _, starts, i, op in sorted(events, key=lambda event: event[:3]):
         if starts:
-            seen[op] = tuple(memory.get(p, 0) for p in _inputs(op))
+            seen[op] = tuple(memory.get(p, 0) for p in touched[op][0])
         else:
-            memory.update((p, _stamp(op, i, seen[op], p)) for p in _outputs(op))
+            memory.update((p, _stamp(op, i, seen[op], p)) for p in touched[op][1])
     wrong = [index[op] for op in order if seen[op] != expected[op]]
     if wrong:
         raise BrokenLaw(
@@ -155,12 +157,31 @@ def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
     return len(order)
 
 
-def _stamps_in_order(order: Sequence[Op], index: Mapping[Op, int]) -> dict[Op, tuple[int, ...]]:
-    memory: dict[Place, int] = {}
+_Lived = tuple[Place, int]  # of KV: how often the place has been given back before
+
+
+def _touched(plans: Iterable[Plan]) -> dict[Op, tuple[list[_Lived], list[_Lived]]]:
+    """What each operation reads and writes, in issue order."""
+    lives, found = Counter[Place](), dict[Op, tuple[list[_Lived], list[_Lived]]]()
+    for plan in plans:
+        for op in plan.ops:
+            if isinstance(op, Free) and op.place.region.kind is Kind.KV:
+                lives[op.place] += 1
+            elif isinstance(op, Op):
+                sides = (_inputs(op), _outputs(op))
+                reads, writes = ([(place, lives[place]) for place in side] for side in sides)
+                found[op] = reads, writes
+    return found
+
+
+def _stamps_in_order(
+    touched: Mapping[Op, tuple[list[_Lived], list[_Lived]]], index: Mapping[Op, int]
+) -> dict[Op, tuple[int, ...]]:
+    memory: dict[_Lived, int] = {}
     expected = {}
-    for op in order:
-        expected[op] = tuple(memory.get(p, 0) for p in _inputs(op))
-        memory.update((p, _stamp(op, index[op], expected[op], p)) for p in _outputs(op))
+    for op, (reads, writes) in touched.items():
+        expected[op] = tuple(memory.get(p, 0) for p in reads)
+        memory.update((p, _stamp(op, index[op], expected[op], p)) for p in writes)
     return expected
 
 
@@ -174,7 +195,7 @@ def _outputs(op: Op) -> tuple[Place, ...]:
     return (op.dst,) if isinstance(op, Copy) else op.writes
 
 
-def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
+def _stamp(op: Op, index: int, seen: tuple[int, ...], place: _Lived) -> int:
     return seen[0] if isinstance(op, Copy) else hash((index, seen, place))
 
 

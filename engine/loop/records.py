@@ -43,6 +43,10 @@ class RecordBook:
         sizes = record_sizes(job.job_id, learner.training, stop - tokens, tokens, 0)
         self._outcomes[job.job_id].extend(tokens, sum([nbytes for _, nbytes in sizes]))
 
+    def holds(self, request: int) -> bool:
+        """Whether a record of a request is held, or a sample uses it."""
+        return request in self._records or request in self._adopted
+
     def adopt(self, used: Record, sample: int, updates_behind: int, now_ns: int) -> None:
         """A sample uses this of a record from now on: its places go with the sample's backward."""
         self._adopted[used.request] = self._records.pop(used.request).job_id

@@ -431,7 +431,7 @@ class EngineState:
         Of a request that is recorded all memory stays, as does its version of an adapter, and
         False is returned. With a job that learns all records go that it could have learned from.
         """
-        if owner in self.records.records:
+        if self.records.holds(owner):
             return False
         self._give(self.ledger.give_all(owner, has_ended))
         for request in self.records.of_job(owner):

@@ -11,7 +11,7 @@ from engine.contract.adapter_check import adapters_of
 from engine.contract.job import Job
 from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share, Slice
 from engine.contract.policy import MakeRoom, PlanBuilder
-from engine.contract.regions import Kind, Place, Pool, Tier
+from engine.contract.regions import Place, Pool, Tier
 from engine.contract.view import KeptPages, RunningDecodes, View
 from engine.memory.dry_run import NO_PAGES, DryRun, Shortage
 

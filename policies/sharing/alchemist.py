@@ -1,4 +1,4 @@
-"""Which prompts are recorded, and when a job trains on their feedback (Alchemist, arXiv 2503.01066).
+"""Which prompts are recorded, and when a job trains on feedback (Alchemist, arXiv 2503.01066).
 
 That activations are kept in prefill alone, and used once feedback has come, is the paper's. What to
 record, when to train and all thresholds are ours: the text names none.
@@ -52,7 +52,8 @@ class Alchemist:
             raise ValueError(f"alchemist: least is {self.least}, must be in [0, 1]")
         if self.from_token < 0 or self.samples < 1:
             raise ValueError(
-                f"alchemist: from_token is {self.from_token}, samples {self.samples}: at least 0 and 1"
+                f"alchemist: from_token is {self.from_token}, samples {self.samples}: they must be "
+                "at least 0 and 1"
             )
         if self.max_wait_s is not None and not self.max_wait_s > 0:
             raise ValueError(
@@ -110,5 +111,5 @@ class Alchemist:
         if self.record == "oracle":
             return job.gets_feedback
         if self.record == "threshold":
-            return feedback_rate(view.feedback.get(job.tenant)) >= self.least
+            return feedback_rate(view, job.tenant) >= self.least
         return True

@@ -383,9 +383,11 @@ class CoMemory:
         """Brings what the next backwards read of a record, as far as there is room."""
         assert self.records is not None
         for place in ahead_of(piece, view.device, self.records.ahead):
-            if plan.holds(away := on_host(place)) and not plan.holds(place):
-                if plan.held(away) + spare <= plan.room(place.pool):
-                    plan.move(away, place)
+            away = on_host(place)
+            if not plan.holds(away) or plan.holds(place):
+                continue
+            if plan.held(away) + spare <= plan.room(place.pool):
+                plan.move(away, place)
 
     def _lasting(self, piece: Slice, view: View) -> Mapping[Place, int]:
         """Bytes of the places that a job keeps to its end."""

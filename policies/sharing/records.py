@@ -15,15 +15,14 @@ from engine.contract.job import Job
 from engine.contract.plan import Grow, Slice
 from engine.contract.policy import PlanBuilder
 from engine.contract.records import (
-    FeedbackCount,
     Record,
+    is_stale,
     learner_of,
     record_places,
     record_sizes,
-    is_stale,
 )
 from engine.contract.regions import Place, Pool, Tier, kv_place
-from engine.contract.training_progress import TrainingProgress
+from engine.contract.training_progress import NO_RECORDS, TrainingProgress
 from engine.contract.view import View
 from engine.contract.windows import on_host
 
@@ -65,16 +64,17 @@ class RecordRules:
             raise ValueError(f"records: max_age_s is {self.max_age_s}, must be above 0, or null")
 
 
-def feedback_rate(count: FeedbackCount | None) -> float:
+def feedback_rate(view: View, tenant: str) -> float:
     """The share of a tenant's answers that get feedback, as far as is known (Laplace's rule).
 
     Args:
-        count: of the tenant; None where it has no answer yet.
+        view: what the policy was shown.
+        tenant: the tenant.
 
     Returns:
-        A number in (0, 1).
+        A number in (0, 1); a half where it has no answer yet.
     """
-    answers, samples = count or (0, 0)
+    answers, samples = (view.feedback or {}).get(tenant, (0, 0))
     return (samples + 1) / (answers + 2)
 
 
@@ -110,16 +110,17 @@ class HeldRecords:
         self._due, self._serving = set[int](), set[int]()  # requests with feedback; in service
         self._dropped = set[int]()
         self.left = list[Record]()
-        if view.records:
+        self._records = view.records or NO_RECORDS
+        if self._records:
             self._serving = {job.job_id for job in (*view.serving, *view.waiting)}
             for job in self._learning:
                 if job.training is not None and job.training.spec.learns:
                     on = [sample.request for sample in job.training.spec.samples]
                     self._due.update([request for request in on if request is not None])
-            self.left = sorted(view.records.values(), key=self._value)
+            self.left = sorted(self._records.values(), key=self._value)
 
     def _value(self, record: Record) -> Value:
-        rate = feedback_rate(self._view.feedback.get(record.tenant))
+        rate = feedback_rate(self._view, record.tenant)
         return (record.request in self._due, rate, record.made_ns, record.request)
 
     def _training_of(self, record: Record) -> TrainingProgress | None:
@@ -190,7 +191,7 @@ class HeldRecords:
         if training is None or not piece.record:
             return None
         request = training.spec.sample(piece.microbatch).request
-        return None if request is None else self._view.records.get(request)
+        return None if request is None else self._records.get(request)
 
     def _moved(self, places: Sequence[Place]) -> bool:
         """Moves places to the host, if it has room for all of them."""
@@ -276,9 +277,9 @@ class HeldRecords:
 
     def _value_of(self, job: Job) -> Value:
         """The value of the record of a request in prefill."""
-        if (known := self._view.records.get(job.job_id)) is not None:
+        if (known := self._records.get(job.job_id)) is not None:
             return self._value(known)
-        rate = feedback_rate(self._view.feedback.get(job.tenant))
+        rate = feedback_rate(self._view, job.tenant)
         return (False, rate, self._view.now_ns, job.job_id)
 
     def offload(self, made: Iterable[RecordedSlice]) -> None:

@@ -164,7 +164,7 @@ class Device:
         """Rate of a link.
 
         Args:
-            direction: name of a copy lane, such as gpu->host, or "peer".
+            direction: name of a copy lane, such as gpu->host or gpu->gpu, or "peer".
 
         Returns:
             Bytes per second, one direction.
@@ -172,6 +172,8 @@ class Device:
         Raises:
             ValueError: the device has no link to its peers.
         """
+        if direction == "gpu->gpu":  # within its memory, which is read and written
+            return self.bandwidth_bytes_per_s / 2
         if not direction.startswith("peer"):
             inward = direction.endswith("->gpu")
             return self.to_device_bytes_per_s if inward else self.to_host_bytes_per_s

@@ -204,7 +204,8 @@ def _copied(rows: Sequence[dict[str, Any]]) -> list[Observed]:
     for row in rows:
         start, end = int(row["start_ns"]), int(row["end_ns"])
         opposite = "->".join(reversed(row["lane"].split("->")))
-        shared = _shared_ns(runs[row["device"], opposite], start, end)
+        is_link = opposite != row["lane"]
+        shared = _shared_ns(runs[row["device"], opposite], start, end) if is_link else 0
         shape = Copied(row["lane"], int(row["nbytes"]), 2 * shared >= end - start > 0)
         found.append((shape, end - start))
     return found

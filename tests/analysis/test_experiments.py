@@ -241,7 +241,10 @@ LEARNED = ("training.data.chance=1.0", "training.sequence_tokens=512")
     [
         ("budget_sweep", ("scheduling.token_budget=24,64", "scheduling.backward_layers=1,2")),
         ("coserve_frontier", ("policy=coserve,temporal", "arrival.rate=4.0,8.0")),
-        ("alchemist_staleness", (*LEARNED, "training.staleness=0,4", "training.data.delay_s=0.1,1")),
+        (
+            "alchemist_staleness",
+            (*LEARNED, "training.staleness=0,4", "training.data.delay_s=0.1,1"),
+        ),
         ("alchemist_burst", (*LEARNED, "arrival.burstiness=0.5,1.0", "memory.records.hedge=0,0.2")),
     ],
 )

@@ -1,4 +1,4 @@
-"""Feedback as samples of a finetuning job: on the requests of the run, or on those of another run."""
+"""Feedback as samples of a finetuning job: on requests of the run, or of another run."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from analysis.figures.experiments.lines import FigureAxis
 RECORD = "config.scheduling.record"
 RECORDED = "recorded"
 BESIDE = (
-    "Left: tokens of samples that are through, per second. Right: mean TPOT of the requests. A line "
-    "is what is recorded; with none, samples are computed again."
+    "Left: tokens of samples that are through, per second. Right: mean TPOT of the requests. A "
+    "line is what is recorded; with none, samples are computed again."
 )
 share = beside(
     "alchemist_share",
@@ -46,8 +46,8 @@ staleness = beside(
     FigureAxis("staleness", "updates that a record may be behind"),
     (
         "Records of older weights",
-        "Left: tokens of samples that are through, per second. Right: records that a sample used. A "
-        "line is a mean delay of feedback.",
+        "Left: tokens of samples that are through, per second. Right: records that a sample used. "
+        "A line is a mean delay of feedback.",
     ),
     SAMPLES,
     HITS,
