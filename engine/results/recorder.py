@@ -341,8 +341,9 @@ class Recorder:
             self._unseen.difference_update([device for (_, device), *_ in figures])
 
     def _count_swap(self, op: Copy) -> None:
-        if op.src.region.kind is Kind.KV and op.src.region.owner in self.outcomes:
-            self.outcomes[op.src.region.owner].swaps += 1
+        outcome = self.outcomes.get(op.src.region.owner)
+        if op.src.region.kind is Kind.KV and outcome is not None and outcome.finish_ns is None:
+            outcome.swaps += 1  # else it is what a record keeps of a request that is over
 
     # ---- tables
     @property

@@ -271,6 +271,7 @@ class HeldRecords:
             if need <= plan.room(pool):
                 plan.grow_all([Grow(place, nbytes) for place, nbytes in sizes])
                 made.append(RecordedSlice(job.job_id, sizes, value))
+                self.left = [other for other in self.left if other.request != job.job_id]
         if made:
             plan.record({one.request: [place for place, _ in one.sizes] for one in made})
         return made
