@@ -24,7 +24,6 @@ from analysis.classes import (
 )
 from analysis.columns import Block, CountedNumbers, percentiles, sorted_by
 from analysis.metric_names import LATENCIES, PERCENTILES
-from analysis.records import record_summary
 from analysis.replicas import imbalance, replica_rows
 from analysis.run import Run, RunFacts, whole
 from analysis.usage import LaneTimes, kv_usage, lane_times, pool_uses, use_rows, window_ns
@@ -236,10 +235,10 @@ def summary(run: RunFacts, slo: Slo | None = None) -> dict[str, float | int | st
 
         out |= training_summary(whole(run))
     if run.rows("samples"):
-        from analysis.training import finetuning_summary, stall_shares
+        from analysis.training import finetuning_summary, record_summary, stall_shares
 
-        out |= finetuning_summary(run) | (stall_shares(run) if has_steps else {})
-    out |= record_summary(run)
+        out |= finetuning_summary(run) | record_summary(run)
+        out |= stall_shares(run) if has_steps else {}
     for pool, kind, peak, mean, fullest in use_rows(uses):
         key = f"{pool.replace(':', '')}_{kind}_bytes"
         out |= {f"peak_{key}": int(peak), f"mean_{key}": float(mean)}

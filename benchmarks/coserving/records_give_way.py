@@ -7,7 +7,7 @@ are in time when requests are served alone, through the same adapter, 99 % are t
 training beside them is printed, as it is with nothing recorded.
 
 That records give way within one plan to a burst, and no request restarts for them, is a test
-(tests/policies/test_records.py). Run it alone, on a machine at rest.
+(tests/engine/test_records.py). Run it alone, on a machine at rest.
 """
 
 from __future__ import annotations

@@ -65,6 +65,11 @@ class PlanWalk:
         }
         self._given_up = {job.job_id for job in (*plan.restart, *plan.refuse)}
 
+    @property
+    def recorded(self) -> Iterable[int]:
+        """The requests of which the plan records a slice."""
+        return self._recorded
+
     def walk(self) -> None:
         """Raises ContractError where the order of the plan breaks a rule."""
         launches = [op for op in self._plan.ops if isinstance(op, Compute)]

@@ -25,8 +25,7 @@ from engine.contract.plan import (
     Share,
     Slice,
 )
-from engine.contract.record_check import RecordCheck
-from engine.contract.records import is_adoption
+from engine.contract.records import RecordCheck, is_adoption
 from engine.contract.regions import (
     Kind,
     PageSize,
@@ -285,6 +284,10 @@ class PlanCheck:
             books.page, books.pages, books.places_of, jobs, leading, self._filled, plan, device
         )
         walk.walk()
+        if self._records is None:
+            for request in walk.recorded:
+                what = "a slice is recorded, and no job learns from the request"
+                raise ContractError(Rule.RECORD, what, request)
 
     def _check_jobs(self, plan: Plan) -> None:
         """Rules RESTART and REFUSE."""

@@ -233,8 +233,7 @@ class _Reading:
                 if self._concerns(op.place):
                     self._grow(op.place, op.nbytes)
             elif isinstance(op, Copy):
-                is_kv = op.dst.region.kind is Kind.KV
-                if self._concerns(op.src) or self._concerns(op.dst) or not is_kv:
+                if self._concerns(op.src) or self._concerns(op.dst):
                     self._copy(op)
             elif isinstance(op, Compute):
                 self._compute(op)
@@ -340,12 +339,11 @@ class _Reading:
     def _adopt(self, src: Place, dst: Place) -> None:
         """Keys and values of a recorded request become those of a sample that begins."""
         job_id, training = dst.region.owner, self._training(dst.region.owner)
+        what = f"copy of {told(src)} onto {told(dst)}"
         if training is None or src.region.owner not in training.records:
-            what = f"copy of {told(src)} onto {told(dst)}: no request that the job has a record of"
-            _refuse(Rule.COPY, what, src.region.owner)
+            _refuse(Rule.COPY, f"{what}: there is no record that the job may use", job_id)
         if self._stamps[dst] != GONE or dst.pool != (Tier.GPU, self._device):
-            what = f"copy of {told(src)} onto {told(dst)}: where a sample begins on the device"
-            _refuse(Rule.COPY, what, job_id)
+            _refuse(Rule.COPY, f"{what}: the sample begins on the device, with nothing", job_id)
         self._given[job_id] = src.region.owner
 
     def _free(self, place: Place) -> None:
@@ -411,9 +409,9 @@ class _Reading:
             training = self._ahead[job_id] = piece.job.training.copy()
         check_order(piece, training, op.again)
         if piece.record:
-            record = training.adoptable(piece.microbatch)
-            if record is None or self._given.get(job_id) != record.request:
-                what = f"{_name(piece)} behind a record, whose keys and values it did not get"
+            used = training.adoptable(piece.microbatch)
+            if used is None or self._given.get(job_id) != used.request:
+                what = f"{_name(piece)} behind a record, without its keys and values"
                 _refuse(Rule.TRAINING_CONTENTS, what, job_id)
         if training.layout is not None:
             self._check_launch(op, piece, training)
@@ -523,10 +521,8 @@ class _Reading:
 
     def _check_read(self, place: Place, piece: Slice) -> None:
         stamp = self._stamps[place]
-        if place.region.owner != piece.job.job_id:
-            if place.region.kind is Kind.ACTIVATION and stamp <= 0:
-                what = f"{_name(piece)} reads {told(place)}, in which nothing is recorded"
-                _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
+        is_own = place.region.owner == piece.job.job_id
+        if not is_own and (place.region.kind is not Kind.ACTIVATION or stamp > 0):
             return  # it may read places of other owners
         if stamp <= 0 and not (stamp == 0 and place.region.kind in STATES):
             what = f"{_name(piece)} reads {told(place)}, in which nothing is"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.contract.adapters import AdapterVersion
 from engine.contract.layout import TrainingLayout
@@ -13,8 +13,61 @@ from engine.contract.regions import Work
 from engine.contract.rules import ReadOnlyList, refuse_write
 from traces.serving.request import Sample, TrainingJob
 
-if TYPE_CHECKING:
-    from engine.contract.records import Record
+
+class Record(NamedTuple):
+    """What is kept of a request.
+
+    Attributes:
+        request: the number of the request.
+        job_id: the job that may learn from it.
+        tenant: the request's tenant.
+        adapter: the version that its tokens ran through.
+        prompt_tokens: of the request.
+        firsts: the first tokens of its windows.
+        stop: the token behind the last one.
+        made_ns: when its first window was issued.
+        stash: of what a sample uses: the version through which the sample runs, where that is
+            behind the weights of the job; else None.
+    """
+
+    request: int
+    job_id: int
+    tenant: str
+    adapter: AdapterVersion
+    prompt_tokens: int
+    firsts: tuple[int, ...]
+    stop: int
+    made_ns: int
+    stash: AdapterVersion | None = None
+
+    @property
+    def start(self) -> int:
+        """The first token that is recorded."""
+        return self.firsts[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are recorded."""
+        return self.stop - self.firsts[0]
+
+    def for_sample(self, prompt_tokens: int, is_behind: bool = False) -> Record | None:
+        """The part of a record that a sample may use.
+
+        The last token of a prompt is computed again: its label is the first one of the answer, and
+        the head makes its loss from hidden states, which are not kept.
+
+        Args:
+            prompt_tokens: of the sample, which has those of the request or fewer.
+            is_behind: whether the weights of the job have had updates since.
+
+        Returns:
+            None where no token is left.
+        """
+        stop = min(self.stop, prompt_tokens - 1)
+        firsts = tuple([first for first in self.firsts if first < stop])
+        stash = self.adapter if is_behind else None
+        return self._replace(firsts=firsts, stop=stop, stash=stash) if firsts else None
+
 
 NO_RECORDS: Mapping[int, Record] = MappingProxyType({})
 

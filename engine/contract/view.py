@@ -11,9 +11,10 @@ from engine.contract.executor import Launch
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Grow, Op, Slice, one_token
-from engine.contract.records import FeedbackCount, Record
+from engine.contract.records import FeedbackCount
 from engine.contract.regions import PageSize, Place, Pool, Work
 from engine.contract.rules import stored_by_slot
+from engine.contract.training_progress import Record
 
 LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice
 

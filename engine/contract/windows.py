@@ -25,7 +25,6 @@ from typing import NamedTuple
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.progress import start_of
-from engine.contract.records import Record
 from engine.contract.regions import (
     HIDDEN_GRADIENT,
     KV_GRADIENT,
@@ -46,7 +45,7 @@ from engine.contract.regions import (
     weight,
     workspace,
 )
-from engine.contract.training_progress import TrainingProgress, layout_of
+from engine.contract.training_progress import Record, TrainingProgress, layout_of
 from models.training.shape import WindowBytes
 
 Firsts = tuple[int, ...]  # of windows, their first tokens

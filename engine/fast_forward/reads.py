@@ -16,9 +16,10 @@ from typing import Any
 
 from engine.contract.job import ALONE, Job
 from engine.contract.plan import Compute, Op, Plan, Slice
-from engine.contract.records import FeedbackCount, Record
+from engine.contract.records import FeedbackCount
 from engine.contract.regions import Place, Pool
 from engine.contract.rules import ReadOnlyList
+from engine.contract.training_progress import Record
 from engine.contract.view import Cost, KeptPages, Profile, View
 
 STEADY_IN_DECODE = frozenset(("remaining_tokens", "is_prefilling"))

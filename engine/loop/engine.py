@@ -18,7 +18,7 @@ from engine.contract.plan import COMPUTE_LANE, Op, Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import Policy, Router, Traits, traits_of
 from engine.contract.progress import restart
-from engine.contract.record_check import RecordCheck
+from engine.contract.records import RecordCheck
 from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import name_of
 from engine.contract.training_check import TrainingContract

@@ -7,8 +7,9 @@ from types import MappingProxyType
 
 from engine.contract.job import Job
 from engine.contract.plan import Free, Plan
-from engine.contract.records import FeedbackCount, Record, learner_of, record_sizes
+from engine.contract.records import FeedbackCount, learner_of, record_sizes
 from engine.contract.regions import Kind, Place
+from engine.contract.training_progress import Record
 from engine.results.outcomes import RecordOutcome
 
 

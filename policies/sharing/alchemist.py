@@ -29,7 +29,8 @@ class Alchemist:
             feedback, as far as is known (`threshold`); those on which feedback will come
             (`oracle`); or prompts and answers (`everything`).
         least: of `threshold`.
-        from_token: the first token that is recorded; those before it are computed again.
+        from_token: the first token that is recorded; those before it are computed again. A slice
+            that crosses it is cut there: the rest of the prompt comes with the next step.
         samples: that wait before a step begins.
         max_wait_s: a step begins, too, once a sample has waited for so long; None: never.
 
@@ -98,16 +99,19 @@ class Alchemist:
         is_prompt = job.computed_tokens + piece.tokens <= job.prompt_tokens
         if job.training is not None or not (is_prompt or self.record == "everything"):
             return piece
-        if job.computed_tokens < self.from_token or not job.may_record:
+        before = self.from_token - job.computed_tokens
+        if before >= piece.tokens or not job.may_record:
             return piece
         learner = learner_of(job, learns)
         if learner is None or learner.training is None or job.adapter is None:
             return piece
         if not learner.training.spec.learns or is_stale(job.adapter, learner.training):
             return piece  # nothing comes of it
-        return piece._replace(record=True) if self._is_wanted(job, view) else piece
+        if not self._is_to_record(job, view):
+            return piece
+        return piece._replace(tokens=before) if before > 0 else piece._replace(record=True)
 
-    def _is_wanted(self, job: Job, view: View) -> bool:
+    def _is_to_record(self, job: Job, view: View) -> bool:
         if self.record == "oracle":
             return job.gets_feedback
         if self.record == "threshold":

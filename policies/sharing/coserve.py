@@ -28,7 +28,7 @@ from engine.contract.windows import (
     window_footprint,
 )
 from policies.sharing.adapters import Without, idle_adapters
-from policies.sharing.records import HeldRecords, RecordedSlice, RecordRules, ahead_of
+from policies.sharing.records import HeldRecords, RecordedSlice, RecordRules
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 from policies.training.out_of_memory import OutOfMemory, patient
@@ -336,10 +336,9 @@ class CoMemory:
         lasting, given = self._lasting(piece, view), _given_kv(piece, view, plan)
         footprint, grows = _growth(piece, lasting, view, plan, given)
         needs = dict(_needs(footprint, grows, plan, view.device))
-        needs[Tier.GPU, view.device] += 0 if given is None else given[1]
-        stash = _absent([p for p in footprint.reads if p.region.kind is Kind.ADAPTER], plan)
-        needs[Tier.GPU, view.device] += sum([plan.held(on_host(place)) for place in stash])
-        pool = (Tier.GPU, view.device)
+        stash, pool = _absent_adapters(footprint, plan), (Tier.GPU, view.device)
+        needs[pool] += 0 if given is None else given[1]
+        needs[pool] += sum([plan.held(on_host(place)) for place in stash])
         nbytes = needs.pop(pool)
         if any([count > plan.room(other) for other, count in needs.items()]):
             return
@@ -376,18 +375,8 @@ class CoMemory:
         for place in footprint.frees:
             if place not in lasting:
                 plan.free(place)
-        if self.records is not None and piece.work is Work.BACKWARD:
-            self._bring_ahead(piece, view, plan, spare)
-
-    def _bring_ahead(self, piece: Slice, view: View, plan: PlanBuilder, spare: int) -> None:
-        """Brings what the next backwards read of a record, as far as there is room."""
-        assert self.records is not None
-        for place in ahead_of(piece, view.device, self.records.ahead):
-            away = on_host(place)
-            if not plan.holds(away) or plan.holds(place):
-                continue
-            if plan.held(away) + spare <= plan.room(place.pool):
-                plan.move(away, place)
+        if records is not None and piece.work is Work.BACKWARD:
+            records.bring_ahead(piece, spare)
 
     def _lasting(self, piece: Slice, view: View) -> Mapping[Place, int]:
         """Bytes of the places that a job keeps to its end."""
@@ -428,6 +417,11 @@ class CoMemory:
 def _absent(places: Iterable[Place], plan: PlanBuilder) -> list[Place]:
     """Places that a plan does not hold: their contents are on the host."""
     return [place for place in places if not plan.holds(place)]
+
+
+def _absent_adapters(footprint: WindowFootprint, plan: PlanBuilder) -> list[Place]:
+    """Versions of adapters that a launch reads, and that are at their homes alone."""
+    return _absent([place for place in footprint.reads if place.region.kind is Kind.ADAPTER], plan)
 
 
 def _needs(

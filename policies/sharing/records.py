@@ -14,15 +14,9 @@ from typing import NamedTuple
 from engine.contract.job import Job
 from engine.contract.plan import Grow, Slice
 from engine.contract.policy import PlanBuilder
-from engine.contract.records import (
-    Record,
-    is_stale,
-    learner_of,
-    record_places,
-    record_sizes,
-)
+from engine.contract.records import is_stale, learner_of, record_places, record_sizes
 from engine.contract.regions import Place, Pool, Tier, kv_place
-from engine.contract.training_progress import NO_RECORDS, TrainingProgress
+from engine.contract.training_progress import NO_RECORDS, Record, TrainingProgress
 from engine.contract.view import View
 from engine.contract.windows import on_host
 
@@ -294,8 +288,17 @@ class HeldRecords:
                     return
                 self._plan.move(place, on_host(place))
 
+    def bring_ahead(self, piece: Slice, spare: int) -> None:
+        """Brings what the backwards behind a slice read of its record, where so much stays free."""
+        for place in _ahead_of(piece, self._view.device, self._rules.ahead):
+            away = on_host(place)
+            if not self._plan.holds(away) or self._plan.holds(place):
+                continue
+            if self._plan.held(away) + spare <= self._plan.room(place.pool):
+                self._plan.move(away, place)
 
-def ahead_of(piece: Slice, device: int, count: int) -> Iterator[Place]:
+
+def _ahead_of(piece: Slice, device: int, count: int) -> Iterator[Place]:
     """What the backwards behind a slice will read of a record, unit by unit.
 
     Args:

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from engine.contract import regions
 from engine.contract.layout import Mode, TrainingLayout
-from engine.contract.records import Record
 from engine.contract.regions import Region, Tier
+from engine.contract.training_progress import Record
 from runtime.finetuning.backward import Known
 from runtime.finetuning.model import NO_LABEL, FinetunedModel
 from runtime.finetuning.products import (

@@ -13,8 +13,8 @@ from torch import Tensor, UntypedStorage
 from engine.contract.adapter_check import is_publication
 from engine.contract.executor import Launch, Piece
 from engine.contract.plan import Compute, Copy, Op, Slice
-from engine.contract.records import Record
 from engine.contract.regions import Kind, Place, Pool, Region, Tier, Work
+from engine.contract.training_progress import Record
 from runtime.executors.machine import Machine, Tokens
 from runtime.finetuning.adapters import ServedAdapters
 from runtime.finetuning.finetuner import Finetuner, SampleWindow

@@ -88,7 +88,9 @@ SHOWN = {
         "tests/analysis/test_browser.py::test_the_page_of_a_prediction_and_its_measurement"
     ),
     # what newcomers met
-    "a mistyped word gets a suggestion": f"{CLI}/test_mistakes.py::test_a_mistake_is_told_in_one_line",
+    "a mistyped word gets a suggestion": (
+        f"{CLI}/test_mistakes.py::test_a_mistake_is_told_in_one_line"
+    ),
     "the version, and the licence": (
         "tests/laws/test_packages.py::test_the_version_is_one_and_the_licence_is_there"
     ),

@@ -68,17 +68,19 @@ def relaunched(plan: Plan, **fields: Any) -> Plan:
 
 
 # ---- plans
-def test_two_launches_may_not_both_record_what_the_first_has_not() -> None:
+@pytest.mark.parametrize("has_gap", [True, False])
+def test_a_record_has_no_gap_and_a_job_that_learns_from_it(has_gap: bool) -> None:
     def lie(view: View, plan: Plan) -> Plan | None:
-        jobs = [job for job in view.waiting if job.prompt_tokens > 2]
+        jobs = [job for job in view.waiting if job.prompt_tokens > 3]
         if not jobs:
             return None
         place = kv_place(jobs[0].job_id)
-        one = Compute((Slice(jobs[0], 1),), writes=(place,))
-        two = Compute((Slice(jobs[0], 1, record=True),), writes=(place,))
-        return Plan((Grow(place, PAGE.nbytes), one, two))
+        records = (True, False, True) if has_gap else (False, True, True)
+        slices = [Slice(jobs[0], 1, record=record) for record in records]
+        launches = [Compute((piece,), writes=(place,)) for piece in slices]
+        return Plan((Grow(place, PAGE.nbytes), *launches))
 
-    assert refused(lie).rule is Rule.TOKENS
+    assert refused(lie).rule is (Rule.TOKENS if has_gap else Rule.RECORD)
 
 
 @pytest.mark.parametrize("wrong", [["no tuple"], "device"])
@@ -190,8 +192,8 @@ def test_a_batch_may_be_a_list(fast_forward: bool) -> None:
         ("prompt_token", "prompt_tokens, "),
         (
             "xyz",
-            "adapter, arrival_ns, computed_tokens, device, generated_tokens, is_prefilling, "
-            "job_id, ",
+            "adapter, arrival_ns, computed_tokens, device, generated_tokens, gets_feedback, "
+            "is_prefilling, job_id, ",
         ),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from engine.contract.job import Job
@@ -13,61 +11,22 @@ from engine.contract.regions import Work
 from engine.contract.rules import ContractError
 from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
-from policies.composed import Composed
-from policies.kv.paged_restart import PagedRestart
 from policies.routing.round_robin import RoundRobin
-from tests.support.replays import PAGE, composed, replay
+from tests.support.replays import composed, replay
 from tests.support.states import job
 from traces.serving.request import Request, TrainingJob
 
 F, B, U = Work.FORWARD, Work.BACKWARD, Work.UPDATE
 
 
-def test_a_record_is_a_gapless_prefix() -> None:
-    one = job(0, 10)
+def test_a_record_has_no_gap() -> None:
+    one = job(0, 12)
+    assert not advance_serving(Slice(one, 2))
     assert not advance_serving(Slice(one, 4, record=True))
     assert not advance_serving(Slice(one, 2))
-    assert (one.recorded_tokens, one.computed_tokens) == (4, 6)
-    with pytest.raises(AssertionError, match="gapless prefix"):
+    assert (one.recorded_tokens, one.computed_tokens, one.may_record) == (6, 8, False)
+    with pytest.raises(AssertionError, match="no gap"):
         advance_serving(Slice(one, 4, record=True))
-
-
-class Recording:
-    """Serves prompts whole and keeps what backward needs of them."""
-
-    def batch(self, view: View) -> tuple[Slice, ...]:
-        return tuple(Slice(job, job.remaining_tokens, record=True) for job in view.waiting)
-
-
-@dataclass(frozen=True)
-class ServesThenTrains:
-    """One unit a plan, behind whatever has been recorded."""
-
-    serving: Composed
-
-    def plan(self, view: View) -> Plan:
-        found = [job for job in (*view.training, *view.waiting) if job.training is not None]
-        if not found:
-            return self.serving.plan(view)
-        work, layer, _ = found[0].training.ahead(1)[0]
-        return Plan((Compute((Slice(found[0], 8, work, range(layer, layer + 1)),)),))
-
-
-def test_training_starts_behind_what_serving_has_recorded() -> None:
-    """Alchemist's reuse: the forward is there already, only the backward of both layers is left."""
-    work = [
-        Request(0, 0, prompt_tokens=8, output_tokens=1),
-        TrainingJob(1, 10**9, 2, sequence_tokens=8, has_update=False, record_of=0),
-    ]
-    policy = ServesThenTrains(Composed(Recording(), PagedRestart()))
-    run = replay(policy, work, page=PAGE)
-    assert run.engine._issuing.recorded_tokens(0) == 8
-    slices = [piece for launch in run.plans for op in launch.ops for piece in _slices(op)]
-    assert [(piece.work, piece.record) for piece in slices] == [(F, True), (B, False), (B, False)]
-
-
-def _slices(op: object) -> tuple[Slice, ...]:
-    return op.slices if isinstance(op, Compute) else ()
 
 
 def trains(spec: TrainingJob) -> Job:

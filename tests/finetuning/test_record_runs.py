@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.contract.plan import Compute
-from engine.contract.records import Record, is_adoption
-from engine.contract.training_progress import TrainingProgress
+from engine.contract.records import is_adoption
+from engine.contract.training_progress import Record, TrainingProgress
 from models.parameters import adapter_parameters
 from runtime.finetuning.adapters import drawn_adapter
 from runtime.finetuning.model import NO_LABEL, over_served
@@ -85,7 +85,7 @@ def trained_plainly(found: Run) -> tuple[list[float], Mapping[str, Tensor], Mapp
             labels[:, : job.samples[at].prompt_tokens] = NO_LABEL
             loss = model(input_ids=ids, labels=labels, use_cache=False).loss
             gradients = torch.autograd.grad(loss / job.microbatches, [*own.values()])
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             for total, gradient in zip(sums.values(), gradients, strict=True):
                 total += gradient
         model.load_state_dict(newest, strict=False)

@@ -30,11 +30,11 @@ from tests.laws.house import (
 FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
-    "engine": 47,  # windows of a sample, tenants, traits, adapters, what happened to requests
+    "engine": 51,  # tenants, adapters; progress of training and records apart from jobs
     "runtime": 49,  # finetuning beside requests, requests through adapters
     "tandem": 41,  # adapters of requests; a verb of its own with the protocol of fidelity behind it
-    "traces": 30,  # samples
-    "policies": 43,  # co-serving and its rivals, adapters of requests
+    "traces": 31,  # samples, and feedback as samples
+    "policies": 45,  # co-serving and its rivals, adapters of requests, records
     "sim": 24,  # windows, adapters of requests, and the shape of a launch apart from its price
 }
 LINES_IN_A_FILE = 600

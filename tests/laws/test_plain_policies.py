@@ -366,26 +366,6 @@ def test_a_plan_that_admits_a_job_does_not_stand() -> None:
 
 
 @dataclass(frozen=True)
-class Records:
-    """Keeps the activations of each token, one a step: it reads no fact of a job."""
-
-    def batch(self, view: View) -> tuple[Slice, ...]:
-        jobs = view.serving or view.waiting[:1]
-        return tuple(Slice(job, 1, record=True) for job in jobs)
-
-
-@pytest.mark.parametrize("output_tokens", [1, 3])
-def test_a_prompt_that_is_recorded_is_asked_for_slice_by_slice(output_tokens: int) -> None:
-    given = {"pages": 60, "host_pages": 0, "depth": 1, "host_ns": 0}
-    fast, slow = check(
-        Records(), "paged_restart", requests=[Request(0, 0, 40, output_tokens)], **given
-    )
-    assert isinstance(fast, Engine) and isinstance(slow, Engine)
-    kept = [engine._issuing.recorded_tokens(0) for engine in (fast, slow)]
-    assert kept == [39 + output_tokens] * 2
-
-
-@dataclass(frozen=True)
 class InOnePart:
     """A policy with the traits of its memory that decides by the engine's own view."""
 
