@@ -50,6 +50,7 @@ COLORS = {
     "spatial_limited": "#00E070",
     "adapters": "#6C840C",
     "coserve_adapters": "#FC90FC",
+    "alchemist": "#B0E888",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
 

@@ -45,6 +45,7 @@ WHERE: dict[Rule, tuple[str, ...]] = {  # kinds of replays in which a rule appli
     Rule.KV_CONTENTS: ("swap", "prefix", "playback"),
     Rule.COPY: ("swap", "serving", "training"),
     Rule.ADAPTER: ("adapters",),
+    Rule.RECORD: ("adapters", "serving"),
     Rule.TIER: ("swap", "training", "group"),
     Rule.TRAINING_ORDER: TRAINS,
     Rule.TRAINING_PLACES: TRAINS,

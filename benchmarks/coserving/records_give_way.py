@@ -31,7 +31,7 @@ LOAD, REQUESTS, SLOS, KEPT = 0.8, 200, (2.0, 4.0), 0.99
 REPLAYS = 2  # of the calibration
 MEASURED = ("backend=cpu", "backend.workspace_every=0")
 WITHIN_SLO = (
-    *("policy=alchemist", "scheduling/coserve_slo@scheduling.sharing", "scheduling.record=all"),
+    *("policy=alchemist", "scheduling@scheduling.sharing=coserve_slo", "scheduling.record=all"),
     *("scheduling.sharing.token_budget=512", "scheduling.sharing.margin=0.05"),
     *("scheduling.sharing.multiple=8", "scheduling.sharing.serving.token_budget=128"),
     "scheduling.sharing.serving.max_jobs=48",

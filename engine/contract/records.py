@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 from engine.contract.adapters import AdapterVersion
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Free, Grow, Op, Plan, Share, Slice
-from engine.contract.regions import Kind, Place, Region, Tier, kept, kv_place, told
+from engine.contract.regions import Kind, Place, Region, Tier, kept, told
 from engine.contract.rules import ContractError, Rule
 from engine.contract.training_progress import Record, TrainingProgress, layout_of
 
@@ -82,21 +82,17 @@ def record_sizes(
     )
 
 
-def record_places(record: Record, training: TrainingProgress, device: int) -> tuple[Place, ...]:
+def record_places(record: Record, device: int) -> tuple[Place, ...]:
     """The places of a record on a device, but for its keys and values.
 
     Args:
         record: of a request.
-        training: the progress of its job.
         device: the device.
 
     Returns:
         Places in the order of the units, of each window by window; held there or not.
     """
-    layout = layout_of(training)
-    assert layout.windows is not None, "a layout in windows"
-    units = tuple([u for u, n in enumerate(layout.windows.kept) if n and u >= layout.first])
-    return _places_of(record.request, record.firsts, units, device)
+    return _places_of(record.request, record.firsts, record.units, device)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -172,24 +168,6 @@ def is_adoption(op: Op | Grow | Share | Free) -> bool:
     return kind is Kind.KV and other is Kind.KV and src != dst
 
 
-def kv_of(record: Record, held_bytes: Mapping[Place, int], device: int) -> Place | None:
-    """Where the keys and values of a record are.
-
-    Args:
-        record: of a request.
-        held_bytes: bytes by place.
-        device: the device, whose host may have them.
-
-    Returns:
-        On the device if they are there; None where they are gone.
-    """
-    for tier in (Tier.GPU, Tier.HOST):
-        place = kv_place(record.request, tier, device)
-        if place in held_bytes:
-            return place
-    return None
-
-
 class RecordCheck:
     """Checks what a plan does with records; it changes nothing.
 
@@ -223,7 +201,7 @@ class RecordCheck:
         grown, computed = Counter[Place](), dict[int, int]()
         made = dict[int, set[Region]]()  # by request, what the plan records of it
         touched = {job.job_id for job in plan.restart}
-        adopted = set[int]()
+        adopted = dict[int, tuple[int, ...]]()  # by request, the windows that a sample uses
         for op in plan.ops:
             if isinstance(op, Grow):
                 grown[op.place] += op.nbytes
@@ -235,23 +213,25 @@ class RecordCheck:
                 self._compute(op, grown, computed, made, device)
                 adopted |= self._adopted_by(op)
         restarted = {job.job_id for job in plan.restart}
-        for request in (touched & self._records.keys()) - adopted:
+        for request in (touched & self._records.keys()) - adopted.keys():
             self._check_whole(request, plan, made.get(request, set()), request in restarted)
         freed = {op.place for op in plan.ops if isinstance(op, Free)}
-        for request in adopted:
-            stay = [p for p in self._places_of.get(request, ()) if p.region.kind is Kind.KV]
-            if {*stay} - freed:
+        for request, firsts in adopted.items():
+            held = {*self._places_of.get(request, ())} - freed
+            if any([place.region.kind is Kind.KV for place in held]):
                 _refuse("a sample got its keys and values, and they stay as well", request)
+            if any([place.region.slot not in firsts for place in held]):
+                _refuse("a sample starts behind a part of it, and the rest stays", request)
 
-    def _adopted_by(self, op: Compute) -> set[int]:
-        """The requests behind whose records samples start with a launch."""
-        found = set[int]()
+    def _adopted_by(self, op: Compute) -> dict[int, tuple[int, ...]]:
+        """The requests behind whose records samples start with a launch, and what these use."""
+        found = dict[int, tuple[int, ...]]()
         for piece in op.slices:
             training = piece.job.training
             if not piece.record or training is None:
                 continue
             if (record := training.adoptable(piece.microbatch)) is not None:
-                found.add(record.request)
+                found[record.request] = record.firsts
         return found
 
     def _compute(

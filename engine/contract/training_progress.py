@@ -22,7 +22,7 @@ class Record(NamedTuple):
         job_id: the job that may learn from it.
         tenant: the request's tenant.
         adapter: the version that its tokens ran through.
-        prompt_tokens: of the request.
+        units: whose places it has.
         firsts: the first tokens of its windows.
         stop: the token behind the last one.
         made_ns: when its first window was issued.
@@ -34,7 +34,7 @@ class Record(NamedTuple):
     job_id: int
     tenant: str
     adapter: AdapterVersion
-    prompt_tokens: int
+    units: tuple[int, ...]
     firsts: tuple[int, ...]
     stop: int
     made_ns: int
@@ -296,7 +296,7 @@ class TrainingProgress:
         """
         sample = self.spec.sample(microbatch)
         record = None if sample.request is None else self.records.get(sample.request)
-        if record is None:
+        if record is None or record.job_id != self.spec.job_id:
             return None
         return record.for_sample(sample.prompt_tokens, self.updates_behind(record.adapter) > 0)
 

@@ -192,6 +192,7 @@ class SeenJob(Job):
             tenant=job.tenant,
             session=job.session,
             turn=job.turn,
+            gets_feedback=job.gets_feedback,
             prefix_ids=job.prefix_ids,
             training=job.training,
         )

@@ -253,7 +253,7 @@ class Admission:
             self._training.leave(job.job_id)
             return
         self._left(job)
-        if status == "finished":
+        if status == "finished" and self._state.adapters is not None:
             self._state.records.answered(job)
         self._state.recorder.ended(job.job_id, now_ns, status)
         if self._state.fleet is not None:

@@ -46,7 +46,7 @@ TAKE = {  # by class and name of earlier versions: what does its work now
     ),
 }
 READ = (Job, View, PlanBuilder, Plan)  # what a policy knows by these names
-BUILDER = "engine.memory.plan_builder"  # the module of the plan builder
+BUILDER = "engine.memory.dry_run"  # the module of the plan builder
 MAKERS = ("serving", "trains")  # of jobs; all other public names of Job are facts of a job
 UNKNOWN = re.compile(  # an argument of Plan, as Python tells it, and as its compiled form does
     r"Plan\.__init__\(\) got an unexpected keyword argument '(\w+)'"

@@ -423,9 +423,9 @@ class Engine(Lifecycle):
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
-        over = state.records.booked(plan, state.ledger.places_of, state.now_ns)
-        state.records_over(over)
         if state.adapters is not None:
+            over = state.records.booked(plan, state.ledger.places_of, state.now_ns)
+            state.records_over(over)
             self._publish(plan)  # behind the launches, whose jobs have the versions before
         return launches
 

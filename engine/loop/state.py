@@ -431,10 +431,11 @@ class EngineState:
         Of a request that is recorded all memory stays, as does its version of an adapter, and
         False is returned. With a job that learns all records go that it could have learned from.
         """
-        if self.records.holds(owner):
+        may_be_recorded = self.adapters is not None
+        if may_be_recorded and self.records.holds(owner):
             return False
         self._give(self.ledger.give_all(owner, has_ended))
-        for request in self.records.of_job(owner):
+        for request in self.records.of_job(owner) if may_be_recorded else ():
             self._give_record(request)
         self._end_version(owner)
         return True
@@ -460,6 +461,7 @@ class EngineState:
         """Gives a record back, and the keys and values of a request that is over."""
         if request not in self.jobs.jobs:
             self._give(self.ledger.give_all(request))
+            self.recorder.returned(request, 0)
             self._end_version(request)
             return
         kind = Kind.ACTIVATION
@@ -478,6 +480,8 @@ class EngineState:
             return
         owners = {op.place.region.owner for op in plan.ops if isinstance(op, Free)}
         for owner in sorted(owners.intersection(ended)):
+            if self.records.holds(owner):
+                continue  # its record needs the version still
             if (version := adapters.end(owner)) is not None:
                 self.over.append(version)
         self.retire()

@@ -7,7 +7,7 @@ record, when to train and all thresholds are ours: the text names none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.contract.job import Job
@@ -16,7 +16,6 @@ from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.records import is_stale, learner_of
 from engine.contract.view import View
 from policies.sharing.records import NS_PER_S, feedback_rate
-from policies.sharing.time_shared import side_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class Alchemist:
         from_token: the first token that is recorded; those before it are computed again. A slice
             that crosses it is cut there: the rest of the prompt comes with the next step.
         samples: that wait before a step begins.
-        max_wait_s: a step begins, too, once a sample has waited for so long; None: never.
+        max_wait_s: a step begins, too, with the first plan behind the moment at which a sample has
+            waited for so long; None: never.
 
     Raises:
         ValueError: a number is out of its range.
@@ -74,9 +74,11 @@ class Alchemist:
         )
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        trains = any([self._may_train(job, view.now_ns) for job in view.training])
-        trains |= any([job.training is not None for job in view.waiting])
-        batch = self.sharing.batch(view if trains else side_of(view, trains=False))
+        training, waiting = (
+            [job for job in jobs if self._may_train(job, view.now_ns)]
+            for jobs in (view.training, view.waiting)
+        )
+        batch = self.sharing.batch(replace(view, training=training, waiting=waiting))
         if self.record == "none":
             return tuple(batch)
         learns = [job for job in (*view.training, *view.waiting) if job.training is not None]
@@ -87,8 +89,9 @@ class Alchemist:
         training = job.training
         if training is None or not training.spec.learns or not training.begins_step:
             return True
-        waiting = training.spec.samples[training.first_microbatch :]
-        if len(waiting) >= self.samples:
+        spec, first = training.spec, training.first_microbatch
+        waiting = spec.samples[first:]
+        if len(waiting) >= min(self.samples, spec.num_steps * spec.microbatches - first):
             return True
         if self.max_wait_s is None or not waiting:
             return False
@@ -102,6 +105,9 @@ class Alchemist:
         before = self.from_token - job.computed_tokens
         if before >= piece.tokens or not job.may_record:
             return piece
+        is_last = job.computed_tokens >= job.prompt_tokens - 1
+        if is_last and not (self.record == "everything" and job.recorded_tokens):
+            return piece  # no sample could use it: it computes the last token of its prompt
         learner = learner_of(job, learns)
         if learner is None or learner.training is None or job.adapter is None:
             return piece

@@ -259,6 +259,8 @@ class CoMemory:
     records: RecordRules | None = None
 
     def __post_init__(self) -> None:
+        if self.records is not None and self.buffers == "static":
+            raise ValueError("co-serving: records need buffers=grown, and buffers is static")
         if not 0 <= self.headroom < 1:
             raise ValueError(f"co-serving: headroom is {self.headroom}, must be in [0, 1)")
         if traits_of(self.serving).prefix_caching:
@@ -309,11 +311,11 @@ class CoMemory:
         if records is not None:
             records.drop_restarted()
             made = records.record(batch)
-            records.hedge()
         for piece in trained:
             if piece.work is not Work.UPDATE and piece.job.job_id not in samples.restarted:
                 self._place(piece, served, view, plan, records)
         if records is not None:
+            records.hedge()
             records.offload(made)
         if not plan and trained and not view.serving and not view.in_flight:
             samples.give_way_to(trained[-1].job)
@@ -355,8 +357,8 @@ class CoMemory:
         for place in idle:
             if need_bytes > plan.room(pool):
                 plan.free(place)
-        if given is not None:
-            plan.move(given[0], kv_place(piece.job.job_id, device=view.device))
+        if given is not None and records is not None:
+            records.give_kv(piece, given[0])
         for place in stash:
             plan.copy(on_host(place), place)
         for place in _absent(footprint.comes, plan):
@@ -369,7 +371,7 @@ class CoMemory:
         else:
             plan.launch(op)
         if piece.work is Work.UPDATE:
-            _publish(piece, view, plan)
+            _publish(piece, view, plan, records)
         for place in footprint.goes:
             plan.move(place, on_host(place))
         for place in footprint.frees:
@@ -437,10 +439,10 @@ def _needs(
     return needs
 
 
-def _publish(piece: Slice, view: View, plan: PlanBuilder) -> None:
+def _publish(piece: Slice, view: View, plan: PlanBuilder, records: HeldRecords | None) -> None:
     """Copies what an update has made to the host, as the next version of an adapter.
 
-    A version that finds no room on the host is left out.
+    Records make room for it. A version that finds none on the host is left out.
     """
     training = piece.job.training
     assert training is not None and piece.layers is not None, "an update names its chunks"
@@ -449,6 +451,9 @@ def _publish(piece: Slice, view: View, plan: PlanBuilder) -> None:
         return
     newest = view.adapters[spec.publish]
     made = newest._replace(version=newest.version + 1).home(view.device)
+    while records is not None and newest.nbytes > plan.room(made.pool):
+        if not records.give_way(made.pool):
+            break
     if newest.nbytes <= plan.room(made.pool):
         plan.copy(weight(spec.job_id, piece.layers.start, device=view.device), made)
 
@@ -544,16 +549,16 @@ class HeldSamples:
             A view without samples, and a builder that has room made where a pool lacks it.
         """
         own = {place: plan.held(place) for _, places in self._jobs for place in places}
-        for kept in () if self._records is None else self._records.left:
-            assert self._records is not None
-            own |= {place: plan.held(place) for place in self._records.on_device(kept)}
-        if not own:
+        own |= {} if self._records is None else self._records.held()
+        freed = {} if self._records is None else dict(self._records.freed)
+        if not own and not freed:
             return side_of(view, trains=False), plan
-        nbytes = Counter[Pool]()
+        nbytes, free = Counter[Pool](), Counter(view.free_bytes)
         for place, size in own.items():
             nbytes[place.pool] += size
-        free = dict(view.free_bytes) | {p: view.free_bytes[p] + n for p, n in nbytes.items()}
-        held = Without(view.held_bytes, own.keys())
+        for place, size in (*own.items(), *freed.items()):
+            free[place.pool] += size
+        held = Without(view.held_bytes, own.keys() | freed.keys())
         shown = side_of(view, trains=False, held_bytes=held, free_bytes=free)
         share = {pool: plan.room(pool) + count for pool, count in nbytes.items()}
         return shown, plan.within(share, self._make_room)

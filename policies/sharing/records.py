@@ -29,7 +29,7 @@ class RecordRules:
 
     Args:
         offload: whether a record goes to the host behind the launch that makes it, lowest layer
-            first; its keys and values follow once its request has its answer.
+            first; where it makes room, the keys and values of an answered request follow.
         keep_tail: so many of the last layers stay on the device: a backward reads them first.
         ahead: units whose records come back ahead of the backward that reads them.
         headroom: share of the device that recording leaves free.
@@ -96,14 +96,15 @@ class HeldRecords:
 
     Attributes:
         left: those that the plan has not dropped.
+        freed: bytes by place of what the plan has given back.
     """
 
     def __init__(self, view: View, plan: PlanBuilder, rules: RecordRules) -> None:
         self._view, self._plan, self._rules = view, plan, rules
         self._learning = [j for j in (*view.training, *view.waiting) if j.training is not None]
         self._due, self._serving = set[int](), set[int]()  # requests with feedback; in service
-        self._dropped = set[int]()
-        self.left = list[Record]()
+        self._dropped, self._moving = set[int](), set[int]()  # by the plan
+        self.left, self.freed = list[Record](), dict[Place, int]()
         self._records = view.records or NO_RECORDS
         if self._records:
             self._serving = {job.job_id for job in (*view.serving, *view.waiting)}
@@ -117,24 +118,25 @@ class HeldRecords:
         rate = feedback_rate(self._view, record.tenant)
         return (record.request in self._due, rate, record.made_ns, record.request)
 
-    def _training_of(self, record: Record) -> TrainingProgress | None:
-        """The progress of the job that may learn from a record."""
-        for job in self._learning:
-            if job.job_id == record.job_id:
-                return job.training
-        return None
-
-    def _places(self, record: Record) -> tuple[Place, ...]:
-        """What is kept of a record on the device, held there or not."""
-        training = self._training_of(record)
-        return () if training is None else record_places(record, training, self._view.device)
-
     def on_device(self, record: Record) -> list[Place]:
         """What a record holds on the device, but for keys and values of a request in service."""
-        places = self._places(record)
-        if places and self._is_over(record):
+        return [place for place in self._places(record) if self._plan.holds(place)]
+
+    def on_host(self, record: Record) -> list[Place]:
+        """What a record holds on the host, but for keys and values of a request in service."""
+        return [place for place in map(on_host, self._places(record)) if self._plan.holds(place)]
+
+    def held(self) -> dict[Place, int]:
+        """Bytes by place of what would give way."""
+        places = [p for r in self.left for p in (*self.on_device(r), *self.on_host(r))]
+        return {place: self._plan.held(place) for place in places}
+
+    def _places(self, record: Record) -> tuple[Place, ...]:
+        """The places on the device that a record alone needs, held there or not."""
+        places = record_places(record, self._view.device)
+        if self._is_over(record):
             places = (*places, kv_place(record.request, device=self._view.device))
-        return [place for place in places if self._plan.holds(place)]
+        return places
 
     def _is_over(self, record: Record) -> bool:
         """Whether a request has its answer: its keys and values are the record's."""
@@ -153,23 +155,23 @@ class HeldRecords:
         for record in self.left:
             if below is not None and self._value(record) >= below:
                 return False
-            places = self.on_device(record)
-            if pool[0] is not Tier.GPU:
-                places = [] if places else self._on_host(record)
+            is_device = pool[0] is Tier.GPU
+            places = self.on_device(record) if is_device else self.on_host(record)
             if not places:
                 continue
-            if not (pool[0] is Tier.GPU and self._rules.offload and self._moved(places)):
+            if not (is_device and self._rules.offload and self._moved(record, places)):
                 self.drop(record)
             return True
         return False
 
-    def _on_host(self, record: Record) -> list[Place]:
-        places = map(on_host, self._places(record))
-        return [place for place in places if self._plan.holds(place)]
-
     def has(self, piece: Slice) -> bool:
-        """Whether the record is there that the sample of a slice starts behind."""
-        return any([record is self._behind(piece) for record in self.left])
+        """Whether the record is there that the sample of a slice starts behind.
+
+        One that the plan moves is there with the next plan.
+        """
+        record = self._behind(piece)
+        is_there = any([record is other for other in self.left])
+        return is_there and record is not None and record.request not in self._moving
 
     def keep_for(self, piece: Slice) -> None:
         """The record that the sample of a slice starts behind does not give way to it."""
@@ -187,26 +189,42 @@ class HeldRecords:
         request = training.spec.sample(piece.microbatch).request
         return None if request is None else self._records.get(request)
 
-    def _moved(self, places: Sequence[Place]) -> bool:
-        """Moves places to the host, if it has room for all of them."""
+    def _moved(self, record: Record, places: Sequence[Place]) -> bool:
+        """Moves places of a record to the host, if it has room for all of them."""
         nbytes = sum(map(self._plan.held, places))
         if nbytes > self._plan.room((Tier.HOST, self._view.device)):
             return False
         for place in places:
             self._plan.move(place, on_host(place))
+        self._moving.add(record.request)
         return True
 
     def drop(self, record: Record) -> None:
         """Gives a record back, with keys and values that are its own."""
         self.left = [other for other in self.left if other is not record]
         self._dropped.add(record.request)
-        places = self._places(record)
-        if self._is_over(record):
-            places = (*places, kv_place(record.request, device=self._view.device))
+        self._free(self._places(record))
+
+    def _free(self, places: Iterable[Place]) -> None:
+        """Gives places back, here or on the host."""
         for place in places:
             for there in (place, on_host(place)):
                 if self._plan.holds(there):
+                    self.freed[there] = self._plan.held(there)
                     self._plan.free(there)
+
+    def give_kv(self, piece: Slice, source: Place) -> None:
+        """Has the sample of a slice start behind its record: it gets the keys and values.
+
+        The windows that it cannot use are given back.
+        """
+        record, training = self._behind(piece), piece.job.training
+        assert record is not None and training is not None, "a slice behind a record"
+        self._plan.move(source, kv_place(piece.job.job_id, device=self._view.device))
+        used = training.adoptable(piece.microbatch)
+        assert used is not None, "a record of which the sample can use a part"
+        rest = record._replace(firsts=record.firsts[len(used.firsts) :])
+        self._free(record_places(rest, self._view.device))
 
     def drop_old(self) -> None:
         """Gives records back whose weights are old, or that have waited for too long."""
@@ -214,11 +232,15 @@ class HeldRecords:
         if age_s is not None:
             since_ns = self._view.now_ns - round(age_s * NS_PER_S)
         for record in [*self.left]:
-            training = self._training_of(record)
-            is_old = training is not None and is_stale(record.adapter, training)
+            is_old = any([is_stale(record.adapter, one) for one in self._learners_of(record)])
             is_due = record.request in self._due
             if is_old or (record.made_ns < since_ns and not is_due and self._is_over(record)):
                 self.drop(record)
+
+    def _learners_of(self, record: Record) -> list[TrainingProgress]:
+        """The progress of the job that may learn from a record; none once that is complete."""
+        found = [job.training for job in self._learning if job.job_id == record.job_id]
+        return [training for training in found if training is not None]
 
     def drop_restarted(self) -> None:
         """Gives records back of requests that the plan preempts: their tokens come again."""
@@ -316,6 +338,6 @@ def _ahead_of(piece: Slice, device: int, count: int) -> Iterator[Place]:
         return
     low = piece.layers.start
     wanted = range(max(training.first, low - count), low)
-    for place in reversed(record_places(used, training, device)):
+    for place in reversed(record_places(used, device)):
         if place.region.part in wanted:
             yield place

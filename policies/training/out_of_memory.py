@@ -163,5 +163,5 @@ def patient(fit: Fit[Half]) -> Fit[Half]:
 
 def _is_left_behind(view: View) -> bool:
     jobs = (*view.serving, *view.training, *view.waiting)
-    owners = {SHARED_OWNER, *(job.job_id for job in jobs)}
+    owners = {SHARED_OWNER, *(job.job_id for job in jobs), *(view.records or ())}
     return any(place.region.owner not in owners for place in view.held_bytes)

@@ -237,8 +237,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             assert self._adapters is not None, "a recorded request runs through an adapter"
             finetuner = self._finetuners[learner]
             products = self._adapters.products(version, finetuner.trainee.by_address)
-            keep = partial(finetuner.keep_record, request, start)
-            keeps.append((keep, FusedWindow(products, first, tokens)))
+            kept = FusedWindow(products, first, tokens)
+            keeps.append((partial(finetuner.keep_record, request, start), kept))
         hidden = self.serving.embed(packed)
         angles = decoder.angles(hidden, packed.positions)
         with ExitStack() as weights:

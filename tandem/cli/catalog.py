@@ -81,10 +81,15 @@ def _promises(path: Path) -> str:
 
 
 def _node(path: Path) -> dict[str, Any]:
-    """A yaml file with the files of its folder that its defaults name: NAME, or NAME@KEY."""
+    """A yaml file with the files that its defaults name: NAME, NAME@KEY, or /GROUP@KEY: NAME."""
     given = yaml_value(path.read_text(encoding="utf-8"), path) or {}
     node = dict[str, Any]()
     for entry in given.pop("defaults", ()):
+        if isinstance(entry, Mapping):
+            ((chosen, option),) = entry.items()
+            group, _, key = chosen.removeprefix("/").partition("@")
+            node[key] = _node(path.parents[1] / group / f"{option}.yaml")
+            continue
         name, _, key = entry.partition("@")
         if name == "_self_":
             node = merged(node, given)
@@ -105,22 +110,28 @@ def merged(node: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(node: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """A node of a group whose values that name another value of it, `${GROUP.KEY}`, are that.
+    """A node of a group whose values that name another value of it are that.
 
-    Values that name one of another group are left out.
+    They name it as `${GROUP.KEY}`, or as `${..KEY}` in the node around their own. Values that name
+    one of another group are left out.
     """
-    own = f"${{{group}."
+    own, near = f"${{{group}.", "${.."
 
-    def value_of(value: Any) -> Any:
+    def value_of(value: Any, around: Sequence[Mapping[str, Any]]) -> Any:
         if isinstance(value, Mapping):
-            return {key: value_of(inner) for key, inner in value.items() if not is_foreign(inner)}
-        is_named = isinstance(value, str) and value.startswith(own) and value.endswith("}")
-        return node.get(value[len(own) : -1]) if is_named else value
+            kept = {key: inner for key, inner in value.items() if not is_foreign(inner)}
+            return {key: value_of(inner, (*around, value)) for key, inner in kept.items()}
+        for begins, named in ((own, node), (near, around[-2] if len(around) > 1 else node)):
+            if isinstance(value, str) and value.startswith(begins) and value.endswith("}"):
+                return named.get(value[len(begins) : -1])
+        return value
 
     def is_foreign(value: Any) -> bool:
-        return isinstance(value, str) and value.startswith("${") and not value.startswith(own)
+        return (
+            isinstance(value, str) and value.startswith("${") and not value.startswith((own, near))
+        )
 
-    return dict(value_of(node))
+    return dict(value_of(node, ()))
 
 
 def is_comment(line: str) -> bool:

@@ -188,6 +188,7 @@ NAMES: dict[str, str] = {
     "engine.tape.Meter": "models.training.tape.TapeMeter",
     "engine.job.Pace": "engine.contract.job.TokenClock",
     "engine.training.Task": "engine.contract.training_progress.TrainingTask",
+    "engine.training.layout_of": "engine.contract.training_progress.layout_of",
     "engine.training.Training": "engine.contract.training_progress.TrainingProgress",
     "engine.plan.SHARED_OWNER": "engine.contract.regions.SHARED_OWNER",
     "engine.plan.Tier": "engine.contract.regions.Tier",

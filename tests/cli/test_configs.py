@@ -29,7 +29,7 @@ TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
 FINETUNING = ("coserve", "coserve_slo", "coserve_vtc", "llm_station", "temporal")
-FINETUNING += ("temporal_limited", "spatial", "spatial_limited", "coserve_adapters")
+FINETUNING += ("temporal_limited", "spatial", "spatial_limited", "coserve_adapters", "alchemist")
 NOT_SERVING = ("recorded", "elastic", *TRAINING, *FINETUNING)  # elastic: in tests/policies
 POLICIES = [name for name in options("policy") if name not in NOT_SERVING]
 SERVING = [name for name in options("experiment") if not axes_of(name)]  # the rest trains

@@ -31,7 +31,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "training=text", "training.path=x"], "did you mean training.data.path or trace."),
         (["run", "policy=zero3"], "policy=zero3: no such option; did you mean zero3_offload?"),
         (["run", "training=sample", "training.steps=3"], "did you mean training.num_steps?"),
-        (["run", "policy=magic"], "no such option; there are adapters, chunked_reservation"),
+        (["run", "policy=magic"], "no such option; there are adapters, alchemist, chunked"),
         (["run", "pace=1e400"], "pace=inf: that is no finite number; give a number"),
         (["run", "budget.host_bytes=1e400"], "budget.host_bytes=inf: that is no finite number"),
         (["run", "pace=1" + "0" * 400], "pace: that number is beyond all bounds"),

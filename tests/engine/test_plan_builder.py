@@ -17,9 +17,8 @@ from engine.contract.policy import PlanBuilder
 from engine.contract.regions import Place, Pool, Tier, kv_place
 from engine.contract.rules import ContractError
 from engine.contract.view import RunningDecodes, View
-from engine.memory.dry_run import Shortage
+from engine.memory.dry_run import DryRunPlanBuilder, Shortage
 from engine.memory.ledger import Ledger
-from engine.memory.plan_builder import DryRunPlanBuilder
 from engine.memory.pool import Chain
 from tests.support.states import HOST, PAGE, POOL, ids, job, view
 from tests.support.strategies import cases

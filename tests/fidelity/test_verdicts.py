@@ -191,6 +191,7 @@ def test_answers_of_one_token_are_judged_without_tpot(tmp_path: Path) -> None:
 def finetuning(run: Run, tokens: int, spare_bytes: int) -> Run:
     """A run beside which a job took so many tokens forward, and so many bytes of the device."""
     row = {"forward_tokens": tokens, "start_ns": 0, "last_ns": 1, "status": "finished"}
+    row |= {"tokens": tokens}
     memory = run.memory.assign(free_bytes=run.memory["free_bytes"] - spare_bytes)
     return replace(run, memory=memory, samples=pd.DataFrame([row | {"restarts": 0}]))
 

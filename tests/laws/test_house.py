@@ -30,7 +30,7 @@ from tests.laws.house import (
 FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
-    "engine": 51,  # tenants, adapters; progress of training and records apart from jobs
+    "engine": 50,  # tenants, adapters; progress of training and records apart from jobs
     "runtime": 49,  # finetuning beside requests, requests through adapters
     "tandem": 41,  # adapters of requests; a verb of its own with the protocol of fidelity behind it
     "traces": 31,  # samples, and feedback as samples

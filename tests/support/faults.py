@@ -1005,6 +1005,16 @@ def _(scene: Scene) -> Any:
     return replace(scene.plan, ops=tuple(new if op is launch else op for op in ops))
 
 
+# ---- rule RECORD
+@fault("a slice is recorded that no job learns from", Rule.RECORD)
+def _recorded(scene: Scene) -> Any:
+    launch = scene.launch
+    if launch is None or launch.slices[0].job.training is not None:
+        return None
+    first = launch.slices[0]._replace(record=True)
+    return swapped(scene.plan, launch, changed(launch, slices=(first, *launch.slices[1:])))
+
+
 # ---- rule ADAPTER
 def _adapter(scene: Scene) -> Place | None:
     """An adapter that the honest launch runs through."""
