@@ -247,9 +247,45 @@ def test_outcomes_tell_what_became_of_records() -> None:
     assert all((row[9] is None) is (row[8] is None) for row in rows)
 
 
-def test_a_log_is_played_back() -> None:
+@pytest.mark.parametrize("samples", [1, 3, 8])
+def test_a_step_begins_with_enough_samples(samples: int) -> None:
+    """The last steps begin with those that are left."""
+    requests = through(random_requests(5, 30, rate=300))
+    found = run(requests, learning(requests, 5), policy=alchemist(samples=samples)).check()
+    trained = found.rows("training")
+    assert len(trained) == learning(requests, 5).num_steps
+    first = trained[0]["start_ns"]
+    came = sorted([at for times in found.recorder._released.values() for at in times])
+    assert first >= came[samples - 1]
+
+
+@pytest.mark.parametrize("hedge", [0.0, 0.4])
+def test_a_job_may_end_while_prompts_are_recorded(hedge: float) -> None:
+    requests = through(random_requests(4, 40, rate=1000))
+    job = learning(requests, 4, microbatches=1, num_steps=2)
+    for offload in (True, False):
+        rules = RecordRules(offload, hedge=hedge)
+        found = run(requests, job, policy=alchemist(rules=rules), noise=0.3).check()
+        assert len(found.rows("training")) == 2 and found.recorder.records
+
+
+def test_what_a_sample_cannot_use_is_given_back() -> None:
+    """A window behind the token before the last one of a prompt, or of an answer."""
+    requests = through(random_requests(6, 30, rate=300))
+    policy = alchemist(record="everything")
+    found = run(requests, learning(requests, 6, microbatches=8), policy=policy).check()
+    used = [row for row in found.recorder.records if row[7] == "used"]
+    ends = {row["request_id"]: row["finish_ns"] for row in found.rows("requests")}
+    assert used and all(row[6] is not None for row in used)
+    prompts = {request.request_id: request.prompt_tokens for request in requests}
+    assert all(row[10] <= prompts[row[0]] - 1 < row[3] for row in used)  # type: ignore[operator]
+    assert all(row[8] >= ends[row[0]] for row in used)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("staleness", [0, 100])
+def test_a_log_is_played_back(staleness: int) -> None:
     requests = through(random_requests(8, 25, rate=500))
-    job = learning(requests, 3, microbatches=1)
+    job = learning(requests, 3, microbatches=1, staleness=staleness)
     found = run(requests, job, noise=0.4, seed=1).check()
     assert adopted(found)
     order = [
@@ -259,7 +295,11 @@ def test_a_log_is_played_back() -> None:
         if piece.job.training is not None and piece.work is Work.UPDATE
     ]
     again = finetuning_job(
-        1000, [s._replace(release_ns=0) for s in order], publish="a", recipe=RECIPE, learns=False
+        1000,
+        [s._replace(release_ns=0) for s in order],
+        publish="a",
+        recipe=RECIPE,
+        staleness=staleness,
     )
     played = run(
         requests, again, policy=RecordedPlans(found.plan_log()), returns_memory=False
