@@ -58,9 +58,8 @@ SHOWN = {
 }
 UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
 ABSENT = {
-    "speed-up at recorded shares 5 %, 1.3 at .9; cost of recording 3 %; bytes of record-all": (
-        UNMEASURED.format("record_reuse")
-    ),
+    "speed-up at recorded shares 5 %, 1.3 at .9": UNMEASURED.format("record_reuse"),
+    "cost of recording 3 %; bytes of record-all": UNMEASURED.format("recording_cost"),
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
     "99 % of the tokens stay in time at 80 % load": UNMEASURED.format("records_give_way"),
     "to the bit with a whole record": (
