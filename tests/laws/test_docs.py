@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.claims import scripts
 from tests.laws.house import EVERYWHERE, ROOT, tree
 
 WORDS_OF_README = 1200
@@ -63,6 +64,14 @@ def disagreements(told: dict[str, str], judged: dict[str, str]) -> list[str]:
         claim for claim, verdict in judged.items() if verdict != "pass" and claim not in told
     ]
     return [*wrong, *(f"{claim}: {judged[claim]}, README leaves it out" for claim in missing)]
+
+
+def test_readme_names_the_claims_that_have_no_row() -> None:
+    with (ROOT / "benchmarks/CLAIMS.csv").open(newline="", encoding="utf-8") as file:
+        judged = {row["script"] for row in csv.DictReader(file)}
+    told = (ROOT / "README.md").read_text("utf-8").partition("Not measured yet:")[2]
+    named = re.findall(r"`(\w+)`", told.partition("\n\n")[0])
+    assert sorted(named) == [script.stem for script in scripts() if script.stem not in judged]
 
 
 def test_readme_is_short() -> None:
