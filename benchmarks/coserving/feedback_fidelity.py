@@ -32,7 +32,7 @@ from benchmarks.coserving.coserving_fidelity import COLUMNS, HELD
 from benchmarks.fidelity.cases import finish, keep, say, with_earlier
 from tandem.cli.__main__ import main as tandem
 from tandem.cli.fidelity import REPORT
-from tandem.fidelity.protocol import run
+from tandem.fidelity.protocol import PACE, calibrated, clock_of, run
 
 OUT = Path("benchmarks/results/feedback_fidelity.csv")
 LOADS, RERUNS, REQUESTS = (0.5, 0.8, 1.2), 5, 200
@@ -60,6 +60,8 @@ ALONE = (  # what the other device of `separate` runs
     *("training.sequence_tokens=512", "training.microbatches=4"),
     *("scheduling.token_budget=512", "device.memory_bytes=4000000000"),
 )
+LEARNS_ALONE = (*SERVED, *POLICIES["recompute"], f"{PACE}auto")  # what its profile is made of
+MEASURED, REPLAYS = ("backend=cpu", "backend.workspace_every=0"), 2
 CASES = {f"{policy}@{load:.0%}": (policy, load) for policy in POLICIES for load in LOADS}
 
 
@@ -101,7 +103,8 @@ def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterat
         for load in loads:
             yield judged(policy, load, found)
             if policy == "separate":
-                yield trained_apart(folder / f"load-{load * 100:g}", load, reruns)
+                profile = calibrated([*LEARNS_ALONE, *MEASURED], root / "apart", REPLAYS, say)
+                yield trained_apart(folder / f"load-{load * 100:g}", profile, load, reruns)
 
 
 def judged(policy: str, load: float, found: Mapping[str, Any]) -> pd.DataFrame:
@@ -131,17 +134,18 @@ def judged(policy: str, load: float, found: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def trained_apart(folder: Path, load: float, reruns: int) -> pd.DataFrame:
-    """Training on another device, on feedback as the measured runs have it, and as predicted."""
-    predicted = run(
-        [*ALONE, f"training.data.run={folder / 'predicted'}", f"profile={folder / 'profile'}"],
-        folder / "apart" / "predicted",
-    )
+def trained_apart(folder: Path, profile: Path, load: float, reruns: int) -> pd.DataFrame:
+    """Training on another device, on feedback as the measured runs have it, and as predicted.
+
+    The profile is one of windows: that of serving alone has no prices of them.
+    """
+    words = [*ALONE, f"training.data.run={folder / 'predicted'}", f"profile={profile}"]
+    predicted = run(words, folder / "apart" / "predicted")
     guess, errors, values = figures_of(predicted), dict[str, list[float]](), dict[str, float]()
     for number in range(reruns):
         served = folder / f"run{number}" / "measured"
         load_run(served)
-        words = [*ALONE, f"training.data.run={served}", "backend=cpu", "backend.workspace_every=0"]
+        words = [*ALONE, f"training.data.run={served}", *MEASURED, clock_of(profile)]
         done = figures_of(run(words, folder / "apart" / f"run{number}"))
         for figure in (TRAINED, DEVICE_PEAK):
             errors.setdefault(figure, []).append(guess[figure] / done[figure] - 1)
