@@ -148,6 +148,10 @@ class _Maker:
     def _id(self) -> int:
         return self.piece.job.job_id
 
+    @property
+    def _training(self) -> TrainingProgress:
+        return _training(self.piece)
+
     def launches(self, updates_on: str) -> Iterator[LaunchFootprint]:
         """The launches of the task on a device without a group."""
         if self.piece.work is Work.UPDATE:
@@ -225,7 +229,8 @@ class _Maker:
         """The update of a chunk; on the host's lane all its places are on the host."""
         c, chunk = self.part, self.layout.chunks[self.part]
         tier, device = (Tier.HOST, 0) if on == HOST_LANE else (Tier.GPU, self.device)
-        states = [(weight(self._id, c, tier, device), chunk.weight_bytes)]
+        newest, made = self._versions()
+        states = [(weight(self._id, c, tier, device, made), chunk.weight_bytes)]
         if chunk.optimizer_bytes:
             states.append((optimizer(self._id, c, tier, device), chunk.optimizer_bytes))
         grows = _grow(workspace(self._id, tier, device), chunk.update_bytes)
@@ -235,6 +240,9 @@ class _Maker:
         summed = (*added, *_read_norm(self.piece, *at))
         reads = tuple([place for place, _ in summed])
         frees = (*reads[: len(added)], *work, *_ended_norm(self.piece, *at))
+        if made != newest:  # the version before is still computed with
+            before = weight(self._id, c, tier, device, newest)
+            summed, reads = (*summed, (before, chunk.weight_bytes)), (*reads, before)
         return LaunchFootprint(self.piece, (*states, *summed), grows, reads, writes, frees, on=on)
 
     # ---- places of a unit
@@ -244,8 +252,16 @@ class _Maker:
         return tuple([(place, chunks[c].weight_bytes) for place, c in pairs])
 
     def _weight_places(self, without: tuple[int, ...] = ()) -> tuple[Place, ...]:
-        chunks = [c for c in self._unit.chunks if c not in without]
-        return tuple([weight(self._id, c, device=self.device) for c in chunks])
+        chunks, version = [c for c in self._unit.chunks if c not in without], 0
+        if self.layout.versions > 1:
+            version = self._training.version_for(self.piece.microbatch) % self.layout.versions
+        return tuple([weight(self._id, c, Tier.GPU, self.device, version) for c in chunks])
+
+    def _versions(self) -> tuple[int, int]:
+        """Which of the kept versions an update begins with, and which it writes over."""
+        count = self.layout.versions
+        number = self.piece.microbatch // self._training.spec.microbatches
+        return number % count, (number + 1) % count
 
     def _gradient(self, chunk: int) -> Place:
         return gradient(self._id, chunk, device=self.device)
@@ -269,13 +285,13 @@ class _Maker:
         units = self.layout.units
         if not 0 < unit < len(units):
             return ()
-        return _grow(input_gradient(self._id, unit, self.device), units[unit].input_bytes)
+        microbatch = self.piece.microbatch if self._training.is_pipelined else None
+        place = input_gradient(self._id, unit, self.device, microbatch)
+        return _grow(place, units[unit].input_bytes)
 
     def _tied_gradient(self, nbytes: int) -> tuple[Grow, ...]:
         """The place of a tied gradient; none where the sum of the step begins with it."""
-        training = self.piece.job.training
-        assert training is not None
-        begins = self.piece.microbatch % training.spec.microbatches == 0
+        begins = self.piece.microbatch % self._training.spec.microbatches == 0
         # a group adds up whole gradients of each microbatch, which begin with it
         begins |= any([chunk.remote_bytes for chunk in self.layout.chunks])
         return (

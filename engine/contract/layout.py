@@ -1,4 +1,4 @@
-"""The layout, which a planner decides before the first step: chunks, units, places of states."""
+"""The layout, which a planner decides before the first step: chunks, units, stages, places."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from enum import StrEnum
 from fractions import Fraction
 from math import ceil
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.contract.adapters import AdapterSpec, adapter_homes
-from engine.contract.regions import Place, Pool
+from engine.contract.regions import Place, Pool, Work
 
 if TYPE_CHECKING:
     from models.training.shape import TrainingShape, WindowBytes
+    from traces.serving.request import TrainingJob
 
 
 WIDENED = 1 << 22  # 16-bit gradients become float32 for an update, so many elements at a time
@@ -93,9 +94,96 @@ class Unit:
     sends_input: bool = False
 
 
+class TrainingTask(NamedTuple):
+    """A task of a training job.
+
+    Attributes:
+        work: what is done.
+        part: the unit; of an update the chunk.
+        microbatch: counted through the job; in the order of a stage, from the step under way.
+    """
+
+    work: Work
+    part: int
+    microbatch: int
+
+    def later(self, microbatches: int) -> TrainingTask:
+        """The task of a later microbatch.
+
+        Args:
+            microbatches: how many microbatches later.
+
+        Returns:
+            The work on that part then.
+        """
+        return TrainingTask(self.work, self.part, self.microbatch + microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Neighbouring units of a training job, and the order of their tasks.
+
+    The order is `beginning`, then `period` once for each step, and `end` in place of the last one.
+    A period may hold tasks of later steps: PipeDream-2BW's pipeline stays full between them.
+
+    Attributes:
+        units: numbers of its units.
+        period: the tasks of a step, with microbatches from its first one.
+        beginning: tasks before the first period.
+        end: the tasks of the last step, with microbatches from its first one; None: a period.
+        device: where it runs; None: on any device.
+    """
+
+    units: range
+    period: tuple[TrainingTask, ...]
+    beginning: tuple[TrainingTask, ...] = ()
+    end: tuple[TrainingTask, ...] | None = None
+    device: int | None = None
+
+    def task(self, index: int, job: TrainingJob) -> TrainingTask | None:
+        """A task by its number in the order.
+
+        Args:
+            index: tasks of the stage before it, from the first step on.
+            job: the training job.
+
+        Returns:
+            The task, with its microbatch counted through the job; None behind the last one.
+        """
+        if index < len(self.beginning):
+            return self.beginning[index]
+        step = self._step(index, job)
+        tasks, at = self._tasks_of(step, job), index - self._start_of(step)
+        return tasks[at].later(step * job.microbatches) if at < len(tasks) else None
+
+    def num_left(self, index: int, job: TrainingJob) -> int:
+        """How many tasks there are from one to the end of its period.
+
+        Args:
+            index: tasks of the stage before it, from the first step on.
+            job: the training job.
+
+        Returns:
+            A number of tasks; those of the beginning count with the first period.
+        """
+        step = self._step(index, job)
+        return max(0, self._start_of(step) + len(self._tasks_of(step, job)) - index)
+
+    def _step(self, index: int, job: TrainingJob) -> int:
+        periods = max(0, index - len(self.beginning)) // len(self.period)
+        return min(periods, job.num_steps - 1)
+
+    def _start_of(self, step: int) -> int:
+        return len(self.beginning) + step * len(self.period)
+
+    def _tasks_of(self, step: int, job: TrainingJob) -> tuple[TrainingTask, ...]:
+        is_last = step == job.num_steps - 1
+        return self.period if self.end is None or not is_last else self.end
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
-    """Chunks and units of one training job, on one device of its group.
+    """Chunks, units and stages of one training job, on one device of its group.
 
     Attributes:
         chunks: its chunks, by number.
@@ -103,6 +191,10 @@ class TrainingLayout:
         first: the unit at which a backward ends.
         ranks: devices of the group.
         windows: of a finetuning job, its bytes per token; None of another.
+        stages: by number, with the orders of their tasks; (): one stage, which updates last. Of a
+            finetuning job none: its windows go in any order that its frontiers allow.
+        versions: of weights that are kept at once: 2 where microbatches of the next step begin
+            before the updates of this one (PipeDream-2BW).
     """
 
     chunks: tuple[Chunk, ...]
@@ -110,6 +202,8 @@ class TrainingLayout:
     first: int = 0
     ranks: int = 1
     windows: WindowBytes | None = None
+    stages: tuple[Stage, ...] = ()
+    versions: int = 1
 
     def __repr__(self) -> str:
         return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
@@ -131,6 +225,52 @@ class TrainingLayout:
             if chunk.trains:
                 found[c] = tuple(u for u, unit in enumerate(self.units) if c in unit.trained)
         return found
+
+
+def one_stage(
+    job: TrainingJob, trained_by: Mapping[int, Sequence[int]], first: int, is_eager: bool = False
+) -> Stage:
+    """All units as one stage: each microbatch goes forward, and then backward.
+
+    Updates follow all backwards of the step, in the order of chunks. An eager one follows the last
+    backward that adds to its gradients, in the step's last microbatch. Where gradients are clipped
+    no update can be eager: each needs the norm of all gradients.
+
+    Args:
+        job: the training job.
+        trained_by: by chunk that trains, the units that add to its gradients.
+        first: the unit at which a backward ends.
+        is_eager: whether updates are.
+
+    Returns:
+        The stage, for any device.
+    """
+    tasks, last = list[TrainingTask](), job.microbatches - 1
+    left = sorted(trained_by) if job.has_update else []
+    is_eager &= job.recipe.clip_norm is None
+    for k in range(job.microbatches):
+        tasks += [TrainingTask(Work.FORWARD, u, k) for u in range(job.num_units)]
+        for u in range(job.num_units - 1, first - 1, -1):
+            tasks.append(TrainingTask(Work.BACKWARD, u, k))
+            if is_eager and k == last:
+                tasks += [TrainingTask(Work.UPDATE, c, k) for c in left if min(trained_by[c]) == u]
+    if not is_eager:
+        tasks += [TrainingTask(Work.UPDATE, c, last) for c in left]
+    return Stage(range(job.num_units), tuple(tasks))
+
+
+def eager(layout: TrainingLayout, job: TrainingJob) -> TrainingLayout:
+    """A layout whose updates follow the last backward that adds to their gradients.
+
+    Args:
+        layout: a layout of one stage.
+        job: the training job that it is for.
+
+    Returns:
+        An equal layout but for its stage.
+    """
+    stage = one_stage(job, layout.trained_by, layout.first, is_eager=True)
+    return replace(layout, stages=(stage,))
 
 
 def sending_inputs(layout: TrainingLayout) -> TrainingLayout:

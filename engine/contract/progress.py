@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NoReturn
 
 from engine.contract.job import NO_RECORD, Job
-from engine.contract.layout import Mode
+from engine.contract.layout import Mode, Stage
 from engine.contract.plan import Slice
 from engine.contract.records import is_stale
 from engine.contract.regions import Work
@@ -158,7 +159,7 @@ def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -
     parts = _parts(piece, training)
     if version:
         _check_version(job_id, parts, version, training, work is Work.UPDATE)
-    own = training.microbatches
+    own = training.microbatches if work is Work.UPDATE else training.open_microbatches
     if microbatch not in own:
         _refuse(job_id, f"microbatch {microbatch}: the step has {own.start} to {own.stop - 1}")
     if again and (work is not Work.FORWARD or is_cut):
@@ -258,21 +259,26 @@ def _check_forward(
         below = after
     if training.layout is not None:
         for unit in units:
-            _check_updated(job_id, unit, training)
+            _check_updated(job_id, unit, microbatch, training)
         recipe, is_first = training.spec.recipe, microbatch == training.microbatches.start
         draws = (recipe.dropout or recipe.lora_dropout) and not is_first
         if draws and training.frontier(microbatch - 1)[0][-1] < total:
             _refuse(job_id, f"forward of microbatch {microbatch}: dropout draws in their order")
 
 
-def _check_updated(job_id: int, unit: int, training: TrainingProgress) -> None:
-    """A unit computes with weights that no update of this step has changed."""
+def _check_updated(job_id: int, unit: int, microbatch: int, training: TrainingProgress) -> None:
+    """A unit computes with weights of its microbatch's version, which no update has overwritten."""
     assert training.layout is not None
     if not training.spec.has_update:
         return
+    version = training.version_for(microbatch)
     for chunk in training.layout.units[unit].chunks:
-        if training.updated.get(chunk, training.step) != training.step:
+        updates = training.updated.get(chunk, version)
+        if updates >= version + training.layout.versions:
             _refuse(job_id, f"unit {unit}: chunk {chunk} has its update of this step already")
+        if updates < version:
+            what = f"chunk {chunk} has had {updates} updates of {version}"
+            _refuse(job_id, f"unit {unit} in microbatch {microbatch}: {what}")
 
 
 def _check_backward(
@@ -297,6 +303,13 @@ def _check_backward(
             _refuse(job_id, f"backward of unit {unit} out of order in microbatch {microbatch}")
         above = after
     if training.layout is None or training.spec.finetunes:
+        return
+    if training.is_pipelined:  # each unit adds to its gradients in the order of microbatches
+        before = training.frontier(microbatch - 1)[1] if microbatch else ()
+        for unit in units if before else ():
+            if before[unit] < total:
+                what = f"microbatch {microbatch} before that of {microbatch - 1}"
+                _refuse(job_id, f"backward of unit {unit} in {what}")
         return
     for other in range(training.microbatches.start, microbatch):
         if not training.is_trained(other):  # microbatches share the buffers of input gradients
@@ -347,3 +360,80 @@ def _check_update(job_id: int, chunks: range | tuple[int, ...], training: Traini
             done, total = training.frontier(microbatch)[1], spec.tokens_of(microbatch)
             if not all([done[u] == total for u in units]):
                 _refuse(job_id, f"chunk {chunk} updated too early: microbatch {microbatch} is left")
+
+
+def check_stages(training: TrainingProgress) -> None:
+    """Checks that the orders of a job's stages name each of its tasks once.
+
+    Args:
+        training: the progress of a job that arrives, with its layout.
+
+    Raises:
+        ContractError: a unit is in no stage or in two, an order lacks a task or names one twice, or
+            several stages have what they cannot share: a table, clipping, dropout, or a group.
+    """
+    spec, layout = training.spec, training.layout
+    units = [unit for stage in training.stages for unit in stage.units]
+    if layout is None or spec.finetunes:
+        return
+    if sorted(units) != [*range(spec.num_units)]:
+        _refuse(spec.job_id, f"stages of units {units}: each unit is in one stage")
+    owners = dict[int, int]()
+    for chunk, users in training.trained_by.items():
+        stages = {training.stage_of(unit) for unit in users}
+        if len(stages) > 1:
+            _refuse(spec.job_id, f"chunk {chunk} is trained by stages {sorted(stages)}: by one")
+        (owners[chunk],) = stages
+    recipe = spec.recipe
+    shared = {
+        "clipping": recipe.clip_norm is not None,
+        "dropout": bool(recipe.dropout or recipe.lora_dropout),
+        "a group of devices": layout.ranks > 1,
+    }
+    if training.is_pipelined and (found := [name for name, is_on in shared.items() if is_on]):
+        _refuse(spec.job_id, f"{len(training.stages)} stages with {', '.join(found)}")
+    for number, stage in enumerate(training.stages):
+        chunks = [c for c, owner in owners.items() if owner == number and spec.has_update]
+        _check_stage(number, stage, chunks, training)
+
+
+def _check_stage(
+    number: int, stage: Stage, chunks: Iterable[int], training: TrainingProgress
+) -> None:
+    """An order has each task of a step once: in a period, and in its beginning and end together."""
+    spec, own = training.spec, list[tuple[Work, int, int]]()
+    for k in range(spec.microbatches):
+        own += [(Work.FORWARD, unit, k) for unit in stage.units]
+        own += [(Work.BACKWARD, unit, k) for unit in stage.units if unit >= training.first]
+    own += [(Work.UPDATE, chunk, spec.microbatches - 1) for chunk in chunks]
+    end = stage.period if stage.end is None else stage.end
+    orders = [(*stage.beginning, *end)]
+    if spec.num_steps > 1:
+        orders.append(stage.period)
+    for order in orders:
+        named = Counter([(w, part, k % spec.microbatches) for w, part, k in order])
+        if wrong := [*(Counter(own) - named), *(named - Counter(own))]:
+            work, part, k = wrong[0]
+            what = f"the {work} of {part} in microbatch {k} of a step: once, and no other task"
+            _refuse(spec.job_id, f"the order of stage {number} has {named[wrong[0]]} times {what}")
+
+
+def check_device(piece: Slice, device: int, training: TrainingProgress) -> None:
+    """Checks that a task runs on the device of its stage.
+
+    Args:
+        piece: a unit, or the update of a chunk.
+        device: where it runs.
+        training: the progress of its job.
+
+    Raises:
+        ContractError: its stage runs on another one.
+    """
+    if not training.is_pipelined or piece.layers is None:
+        return
+    at = piece.layers.start
+    unit = training.trained_by[at][0] if piece.work is Work.UPDATE else at
+    number = training.stage_of(unit)
+    if training.stages[number].device not in (None, device):
+        what = f"{piece.work} of {at} on device {device}: stage {number} runs on another"
+        raise ContractError(Rule.DEVICE, what, piece.job.job_id)

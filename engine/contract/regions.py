@@ -56,7 +56,8 @@ class Region(NamedTuple):
         owner: the number of a job, or SHARED_OWNER.
         kind: what it holds.
         part: the unit or chunk, or the number of an adapter; 0 for KV.
-        slot: of activations the microbatch, of buffers their use, of adapters the version; else 0.
+        slot: of activations the microbatch, of buffers their use, of adapters the version, of
+            weights that of several at once; else 0.
     """
 
     owner: int
@@ -165,10 +166,13 @@ class PageSize(NamedTuple):
 NAMES = 1 << 16  # places that are cached: policies ask for equal ones at every step
 WORKSPACE, INPUT_GRADIENT, TIED_GRADIENT, NORM = 0, 1, 2, 3  # slots of Kind.BUFFER
 NORM_BYTES = 4  # a float32
+FLOW = 16  # slots of Kind.BUFFER from here on: input gradients of a pipeline, by microbatch
 
 
 @lru_cache(maxsize=NAMES)
-def weight(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+def weight(
+    job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0, version: int = 0
+) -> Place:
     """A chunk's parameters, as units compute with them.
 
     Args:
@@ -176,11 +180,12 @@ def weight(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> P
         chunk: the number of the chunk in its layout.
         tier: where it lies.
         device: the device; 0 in a tier that devices share.
+        version: of several that are kept at once, modulo how many.
 
     Returns:
         its place, held or not.
     """
-    return Place(Region(job_id, Kind.WEIGHT, chunk), tier, device)
+    return Place(Region(job_id, Kind.WEIGHT, chunk, version), tier, device)
 
 
 @lru_cache(maxsize=NAMES)
@@ -254,18 +259,20 @@ def hidden(
 
 
 @lru_cache(maxsize=NAMES)
-def input_gradient(job_id: int, unit: int, device: int = 0) -> Place:
+def input_gradient(job_id: int, unit: int, device: int = 0, microbatch: int | None = None) -> Place:
     """The gradient of a unit's input, on its way to the unit below.
 
     Args:
         job_id: the training job.
         unit: the number of the unit, from the embedding on.
         device: the device.
+        microbatch: of several stages, where microbatches overtake one another; else None.
 
     Returns:
         its place, held or not.
     """
-    return Place(Region(job_id, Kind.BUFFER, unit, INPUT_GRADIENT), Tier.GPU, device)
+    slot = INPUT_GRADIENT if microbatch is None else FLOW + microbatch
+    return Place(Region(job_id, Kind.BUFFER, unit, slot), Tier.GPU, device)
 
 
 @lru_cache(maxsize=NAMES)
@@ -473,8 +480,9 @@ def told(place: Place) -> str:
     """
     (owner, kind, part, slot), tier, device = place
     if kind is Kind.BUFFER:
-        name = _BUFFERS.get(slot, f"buffer {slot}")
+        name = _BUFFERS.get(INPUT_GRADIENT if slot >= FLOW else slot, f"buffer {slot}")
         what = name if slot in _ALONE else f"{name} {part}"
+        what += f" in microbatch {slot - FLOW}" * (slot >= FLOW)
     elif kind is Kind.ACTIVATION:
         what = f"activation {part} of microbatch {slot}"
     elif kind is Kind.KV:

@@ -26,7 +26,7 @@ from engine.contract.plan import (
     Plan,
     Slice,
 )
-from engine.contract.progress import advance_training, check_order
+from engine.contract.progress import advance_training, check_device, check_order, check_stages
 from engine.contract.records import is_adoption
 from engine.contract.regions import (
     NAMES,
@@ -46,10 +46,12 @@ from engine.contract.rules import ContractError, Rule
 from engine.contract.training_needs import (
     Key,
     Needs,
+    counted_from,
     is_gathered,
     last_use,
     needs_of,
     reuses_weights,
+    task_name,
 )
 from engine.contract.training_progress import TrainingProgress
 from engine.contract.windows import window_footprint
@@ -107,6 +109,8 @@ class TrainingContract:
         Args:
             job: its job.
         """
+        if job.training is not None:
+            check_stages(job.training)
         self.jobs[job.job_id] = job
         self._trains = True
 
@@ -176,7 +180,7 @@ class TrainingContract:
         Raises:
             ValueError: the job's recipe does not allow `reuses`.
         """
-        first = training.first_microbatch
+        first = counted_from(training)
         assert piece.layers is not None, "a task has one part"
         k, part = piece.microbatch - first, piece.layers.start
         key = (piece.job.job_id, piece.work, part, k, op.again, op.on, op.device, reuses)
@@ -411,7 +415,7 @@ class _Reading:
         if piece.record:
             used = training.adoptable(piece.microbatch)
             if used is None or self._given.get(job_id) != used.request:
-                what = f"{_name(piece)} behind a record, without its keys and values"
+                what = f"{task_name(piece)} behind a record, without its keys and values"
                 _refuse(Rule.TRAINING_CONTENTS, what, job_id)
         if training.layout is not None:
             self._check_launch(op, piece, training)
@@ -434,7 +438,7 @@ class _Reading:
         if op.on not in COMPUTE_LANES:
             _refuse(Rule.LANE, f"{work} of a sample on lane {op.on}", job_id)
         if len(op.slices) > 1 and work is not Work.FORWARD:
-            _refuse(Rule.TRAINING_PLACES, f"{_name(piece)} beside served jobs: alone", job_id)
+            _refuse(Rule.TRAINING_PLACES, f"{task_name(piece)} beside served jobs: alone", job_id)
         footprint = window_footprint(piece, training, self._contract.page, self._device)
         self._check_named(op, piece, footprint.reads, footprint.writes)
         for place, nbytes in footprint.sizes:
@@ -450,7 +454,8 @@ class _Reading:
         if op.on != COMPUTE_LANE and not (work is Work.UPDATE and op.on == HOST_LANE):
             _refuse(Rule.LANE, f"{work} on lane {op.on}", job_id)
         reuses = self._reuses(op, piece, training)
-        needs, first = self._contract.needs(piece, training, op, reuses), training.first_microbatch
+        check_device(piece, op.device, training)
+        needs, first = self._contract.needs(piece, training, op, reuses), counted_from(training)
         writes = needs.writes_later(first)
         reads = needs.reads_later(first)
         if op.reads != reads or op.writes != writes or len(op.slices) > 1:
@@ -466,13 +471,13 @@ class _Reading:
                 self._check_read(place, piece)
         for place in needs.begins:
             if self._newest(place) > 0:
-                what = f"{_name(piece)} begins {told(place)}, in which older gradients are"
+                what = f"{task_name(piece)} begins {told(place)}, in which older gradients are"
                 _refuse(Rule.TRAINING_CONTENTS, what, job_id)
         if needs.state is not None:
             self._check_state(needs.state, piece, training)
         for place, own in needs.gathered:
             if self._stamps[place] < self._newest(own):
-                what = f"{_name(piece)} reads {told(place)}, older than the own part"
+                what = f"{task_name(piece)} reads {told(place)}, older than the own part"
                 _refuse(Rule.TRAINING_CONTENTS, what, job_id)
         if self._due:
             self._keep_due((*op.reads, *op.writes))
@@ -495,12 +500,12 @@ class _Reading:
         job_id, written = piece.job.job_id, {*op.writes}
         for place in writes:
             if place not in written:
-                what = f"{_name(piece)} does not write {told(place)}"
+                what = f"{task_name(piece)} does not write {told(place)}"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
         named = written.union(op.reads)
         for place in reads:
             if place not in named:
-                what = f"{_name(piece)} does not read {told(place)}"
+                what = f"{task_name(piece)} does not read {told(place)}"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
         served = {other.job.job_id for other in op.slices if other is not piece}
         for place in op.writes:
@@ -508,7 +513,7 @@ class _Reading:
             if kind in (Kind.KV, Kind.ACTIVATION) and owner in served:
                 continue  # of activations RecordCheck sees to it
             if owner != job_id or (kind is Kind.KV and place not in writes):
-                what = f"{_name(piece)} writes {told(place)}, which is not its own"
+                what = f"{task_name(piece)} writes {told(place)}, which is not its own"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
             if place not in writes:
                 self._check_read(place, piece)
@@ -516,7 +521,7 @@ class _Reading:
     def _check_size(self, place: Place, nbytes: int, piece: Slice) -> None:
         held = 0 if self._stamps[place] == GONE else self._held(place)
         if held < nbytes:
-            what = f"{_name(piece)} finds {held} bytes of {nbytes} at {told(place)}"
+            what = f"{task_name(piece)} finds {held} bytes of {nbytes} at {told(place)}"
             _refuse(Rule.TRAINING_PLACES, what, piece.job.job_id)
 
     def _check_read(self, place: Place, piece: Slice) -> None:
@@ -525,10 +530,10 @@ class _Reading:
         if not is_own and (place.region.kind is not Kind.ACTIVATION or stamp > 0):
             return  # it may read places of other owners
         if stamp <= 0 and not (stamp == 0 and place.region.kind in STATES):
-            what = f"{_name(piece)} reads {told(place)}, in which nothing is"
+            what = f"{task_name(piece)} reads {told(place)}, in which nothing is"
             _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
         if self._newest_elsewhere(place) > stamp:
-            what = f"{_name(piece)} reads {told(place)}, which is newer in another tier"
+            what = f"{task_name(piece)} reads {told(place)}, which is newer in another tier"
             _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
 
     def _check_state(self, place: Place, piece: Slice, training: TrainingProgress) -> None:
@@ -592,9 +597,3 @@ class _Reading:
 
 def _refuse(rule: Rule, what: str, job_id: int | None = None) -> NoReturn:
     raise ContractError(rule, what, job_id)
-
-
-def _name(piece: Slice) -> str:
-    part = "chunk" if piece.work is Work.UPDATE else "unit"
-    at = piece.layers.start if piece.layers else 0
-    return f"the {piece.work} of {part} {at} in microbatch {piece.microbatch}"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from engine.contract.footprint import Exchange, LaunchFootprint, launches_of
 from engine.contract.plan import HOST_LANE, Compute, Slice
 from engine.contract.regions import (
+    FLOW,
     GATHERED,
     INPUT_GRADIENT,
     NORM,
@@ -90,6 +91,18 @@ def _later(places: tuple[Place, ...], moving: Sequence[int], count: int) -> tupl
     return tuple(found)
 
 
+def counted_from(training: TrainingProgress) -> int:
+    """The microbatch from which needs count theirs: a step later they are those of equal numbers.
+
+    Args:
+        training: the progress of the job.
+
+    Returns:
+        The first microbatch of the step; 0 of a pipeline, where versions of weights take turns.
+    """
+    return 0 if training.is_pipelined else training.first_microbatch
+
+
 def reuses_weights(op: Compute, piece: Slice, training: TrainingProgress) -> bool:
     """Whether a backward puts gradients over weights: it writes weights, and no gradients.
 
@@ -136,7 +149,7 @@ def needs_of(piece: Slice, training: TrainingProgress, op: Compute, reuses: bool
     state: Place | None = None
     if piece.work is Work.UPDATE:
         tier, device = (Tier.HOST, 0) if op.on == HOST_LANE else (Tier.GPU, at)
-        changes = (weight(job_id, part, tier, device),)
+        changes = (weight(job_id, part, tier, device),) if layout.versions == 1 else ()
         if layout.chunks[part].optimizer_bytes:
             state = optimizer(job_id, part, tier, device)
     elif piece.work is Work.BACKWARD:
@@ -188,6 +201,20 @@ def _added(
     return tuple(begins), tuple(sums), ()
 
 
+def task_name(piece: Slice) -> str:
+    """A task in words, for messages.
+
+    Args:
+        piece: a unit, or the update of a chunk.
+
+    Returns:
+        Such as `the forward of unit 1 in microbatch 0`.
+    """
+    part = "chunk" if piece.work is Work.UPDATE else "unit"
+    at = piece.layers.start if piece.layers else 0
+    return f"the {piece.work} of {part} {at} in microbatch {piece.microbatch}"
+
+
 def is_gathered(place: Place) -> bool:
     """Whether a place holds weights of other devices.
 
@@ -222,8 +249,8 @@ def last_use(place: Place, training: TrainingProgress) -> str:
         return _of_activation(part, slot, training)
     if kind is not Kind.BUFFER:
         return ""
-    if slot == INPUT_GRADIENT:
-        return _of_input_gradient(part, training)
+    if slot == INPUT_GRADIENT or slot >= FLOW:
+        return _of_input_gradient(part, slot, training)
     if slot == TIED_GRADIENT:
         return _of_tied_gradient(training)
     if slot == NORM:
@@ -235,12 +262,14 @@ def last_use(place: Place, training: TrainingProgress) -> str:
 
 def _of_gradient(chunk: int, training: TrainingProgress) -> str:
     """From the first backward that adds to it until its update, or the end of the step's last."""
-    spec, step = training.spec, training.step
-    if chunk not in training.trained_by or training.updated[chunk] > step:
+    spec = training.spec
+    if chunk not in training.trained_by or training.is_complete:
         return ""
-    done = [
-        training.frontier(k)[1][u] for k in training.microbatches for u in _adders(chunk, training)
-    ]
+    first = training.first_microbatch
+    if spec.has_update:  # a stage of a pipeline may be at the next step
+        first = training.updated[chunk] * spec.microbatches
+    adders, own = _adders(chunk, training), range(first, first + spec.microbatches)
+    done = [training.frontier(k)[1][u] for k in own for u in adders]
     if not any(done) or (not spec.has_update and min(done) >= spec.microbatch_tokens):
         return ""  # a job without updates has microbatches of one size
     return f"before the update of chunk {chunk}" if spec.has_update else "before its last backward"
@@ -254,7 +283,7 @@ def _of_activation(part: int, microbatch: int, training: TrainingProgress) -> st
     """A unit's input, or what its forward kept: until its backward, or its only forward."""
     units = training.spec.num_units
     unit = part - units if part >= units else part
-    if microbatch not in training.microbatches or unit >= units:
+    if microbatch not in training.open_microbatches or unit >= units:
         return ""
     forward, backward = training.frontier(microbatch)
     total = training.spec.tokens_of(microbatch)
@@ -265,9 +294,9 @@ def _of_activation(part: int, microbatch: int, training: TrainingProgress) -> st
     return f"before the {work} of unit {unit}"
 
 
-def _of_input_gradient(unit: int, training: TrainingProgress) -> str:
+def _of_input_gradient(unit: int, slot: int, training: TrainingProgress) -> str:
     below = unit - 1
-    for microbatch in training.microbatches:
+    for microbatch in training.microbatches if slot < FLOW else (slot - FLOW,):
         done = training.frontier(microbatch)[1]
         if below >= training.first and done[unit] > done[below]:
             return f"before the backward of unit {below}"

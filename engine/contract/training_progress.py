@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine.contract.adapters import AdapterVersion
-from engine.contract.layout import TrainingLayout
+from engine.contract.layout import Stage, TrainingLayout, TrainingTask, one_stage
 from engine.contract.regions import Work
 from engine.contract.rules import ReadOnlyList, refuse_write
 from traces.serving.request import Sample, TrainingJob
@@ -72,26 +72,12 @@ class Record(NamedTuple):
 NO_RECORDS: Mapping[int, Record] = MappingProxyType({})
 
 
-class TrainingTask(NamedTuple):
-    """A link of a training job's chain.
-
-    Attributes:
-        work: what is done.
-        part: the unit; of an update the chunk.
-        microbatch: counted through the job.
-    """
-
-    work: Work
-    part: int
-    microbatch: int
-
-
 class TrainingProgress:
     """Progress of a training job: a frontier per microbatch, and updates per chunk.
 
     A microbatch goes forward through all units and backward down to `first`. A step is complete
     when all its microbatches are, and all chunks that train are updated. Without a layout each unit
-    is a chunk of its own. Only the engine changes it.
+    is a chunk of its own, and all are one stage. Only the engine changes it.
 
     Args:
         spec: the training job.
@@ -103,6 +89,7 @@ class TrainingProgress:
         records: by request, the records that the job may learn from.
         first: the unit at which a backward ends.
         released: samples of a finetuning job that are there.
+        stages: its stages, with the orders of their tasks; () of a finetuning job.
         trained_by: by chunk that trains, the units that add to its gradients.
         step: steps that are issued whole.
         updated: by chunk that trains, updates that are issued.
@@ -111,8 +98,8 @@ class TrainingProgress:
     __slots__ = (
         "_adopted",
         "_backward",
+        "_cursors",
         "_forward",
-        "_tasks",
         "_trained",
         "_updated",
         "_windows",
@@ -121,6 +108,7 @@ class TrainingProgress:
         "records",
         "released",
         "spec",
+        "stages",
         "step",
         "trained_by",
         "updated",
@@ -131,6 +119,7 @@ class TrainingProgress:
     trained_by: Mapping[int, Sequence[int]]
     records: Mapping[int, Record]
     released: int
+    stages: tuple[Stage, ...]
     step: int
     updated: Mapping[int, int]
     _updated: dict[int, int]  # behind `updated`, for the engine to count in
@@ -138,7 +127,7 @@ class TrainingProgress:
     _backward: dict[int, list[int]]
     _windows: dict[int, list[tuple[int, Sequence[int]]]]  # microbatch -> first token, units
     _adopted: dict[int, Record]  # microbatch -> what its sample uses of a record
-    _tasks: tuple[TrainingTask, ...]
+    _cursors: list[int]  # by stage, tasks of its order that are behind it; found when read
     _trained: int  # all microbatches before it are trained
 
     def __init__(
@@ -166,7 +155,11 @@ class TrainingProgress:
         object.__setattr__(self, "_forward", {})
         object.__setattr__(self, "_backward", {})
         object.__setattr__(self, "_windows", {})
-        object.__setattr__(self, "_tasks", self._of_one_step())
+        stages = () if layout is None else layout.stages
+        if not stages and not spec.finetunes:
+            stages = (one_stage(spec, trained_by, first),)
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "_cursors", [0] * len(stages))
         object.__setattr__(self, "_trained", 0)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -174,17 +167,6 @@ class TrainingProgress:
 
     def __delattr__(self, name: str) -> None:
         refuse_write(f"{name} of training job {self.spec.job_id}")
-
-    def _of_one_step(self) -> tuple[TrainingTask, ...]:
-        spec, tasks = self.spec, list[TrainingTask]()
-        for k in range(spec.microbatches):
-            tasks += [TrainingTask(Work.FORWARD, u, k) for u in range(spec.num_units)]
-            backward = range(spec.num_units - 1, self.first - 1, -1)
-            tasks += [TrainingTask(Work.BACKWARD, u, k) for u in backward]
-        if spec.has_update:
-            last = spec.microbatches - 1
-            tasks += [TrainingTask(Work.UPDATE, c, last) for c in sorted(self.trained_by)]
-        return tuple(tasks)
 
     @property
     def first_microbatch(self) -> int:
@@ -245,6 +227,7 @@ class TrainingProgress:
             "_backward": self._own(self._backward),
             "_windows": {k: [*windows] for k, windows in self._windows.items()},
             "_adopted": dict(self._adopted),
+            "_cursors": [*self._cursors],
         }
         for name in TrainingProgress.__slots__:
             object.__setattr__(other, name, own.get(name, getattr(self, name)))
@@ -433,43 +416,109 @@ class TrainingProgress:
             return min(self.updated.values()) > self.step
         return all(self.is_trained(microbatch) for microbatch in self.microbatches)
 
-    # ---- what comes
+    # ---- stages and versions
     @property
-    def position(self) -> int:
-        """The index in `tasks` of the next task, where tasks are issued in that order."""
-        units, at = self.spec.num_units, 0
-        for microbatch in self.microbatches:
-            total = self.spec.tokens_of(microbatch)
-            forward, backward = self.frontier(microbatch)
-            if forward[-1] < total:
-                return at + sum([done >= total for done in forward])
-            done = sum([backward[u] >= total for u in range(self.first, units)])
-            at += units + done
-            if done < units - self.first:
-                return at
-        return at + sum([count > self.step for count in self.updated.values()])
+    def is_pipelined(self) -> bool:
+        """Whether several stages share the work, so that microbatches overtake one another."""
+        return len(self.stages) > 1
 
-    def ahead(self, n: int) -> Sequence[TrainingTask]:
-        """The next tasks, one microbatch behind the other, for memory policies that look ahead.
+    @property
+    def open_microbatches(self) -> range:
+        """The microbatches that may be under way, counted through the job.
+
+        Those of the step, and with several versions of weights those of the next one.
+        """
+        first, each = self.first_microbatch, self.spec.microbatches
+        versions = 1 if self.layout is None else self.layout.versions
+        return range(first, min(first + versions * each, self.spec.num_steps * each))
+
+    def version_for(self, microbatch: int) -> int:
+        """The version of the weights that a microbatch computes with, forward and backward.
+
+        Args:
+            microbatch: counted through the job.
+
+        Returns:
+            The number of their updates: those of all steps before it, or with two versions those
+            of all but the step before it (PipeDream-2BW's rule of delay 1).
+        """
+        versions = 1 if self.layout is None else self.layout.versions
+        return max(0, microbatch // self.spec.microbatches - versions + 1)
+
+    def stage_of(self, unit: int) -> int:
+        """The stage of a unit.
+
+        Args:
+            unit: the number of the unit, from the embedding on.
+
+        Returns:
+            The number of the stage.
+
+        Raises:
+            StopIteration: no stage has it.
+        """
+        return next(number for number, stage in enumerate(self.stages) if unit in stage.units)
+
+    # ---- what comes
+    def is_issued(self, task: TrainingTask) -> bool:
+        """Whether a task is issued.
+
+        Args:
+            task: with its microbatch counted through the job.
+
+        Returns:
+            True also for tasks of steps that are complete.
+        """
+        work, part, microbatch = task
+        if microbatch < self.first_microbatch:
+            return True
+        if work is Work.UPDATE:
+            return self.updated[part] > microbatch // self.spec.microbatches
+        done = (self._forward if work is Work.FORWARD else self._backward).get(microbatch)
+        return done is not None and done[part] >= self.spec.tokens_of(microbatch)
+
+    def _cursor(self, stage: int) -> int:
+        """The number of the first task in the order of a stage that is not issued."""
+        order, spec, at = self.stages[stage], self.spec, self._cursors[stage]
+        while (task := order.task(at, spec)) is not None and self.is_issued(task):
+            at += 1
+        self._cursors[stage] = at
+        return at
+
+    def num_left(self, stage: int = 0) -> int:
+        """How many tasks of a stage are left in the step under way, where it keeps to its order.
+
+        Args:
+            stage: the number of the stage.
+
+        Returns:
+            A number of tasks; 0 behind the last step.
+        """
+        return self.stages[stage].num_left(self._cursor(stage), self.spec)
+
+    def ahead(self, n: int, stage: int = 0) -> Sequence[TrainingTask]:
+        """The next tasks of a stage, in its order.
 
         Args:
             n: how many; behind the last task of the step those of later steps follow.
+            stage: the number of the stage.
 
         Returns:
-            `n` tasks in order, with microbatches counted through the job.
+            `n` tasks that are not issued, with microbatches counted through the job; fewer at its
+            end.
         """
-        at, tasks, each = self.position, self._tasks, self.spec.microbatches
-        found = []
-        for i in range(at, at + n):
-            rounds, place = divmod(i, len(tasks))
-            task = tasks[place]
-            found.append(task._replace(microbatch=task.microbatch + (self.step + rounds) * each))
+        order, at, found = self.stages[stage], self._cursor(stage), list[TrainingTask]()
+        while len(found) < n and (task := order.task(at, self.spec)) is not None:
+            if not self.is_issued(task):
+                found.append(task)
+            at += 1
         return found
 
     @property
     def tasks(self) -> tuple[TrainingTask, ...]:
-        """The tasks of one step, with microbatches from 0."""
-        return self._tasks
+        """The tasks of one step of a job of one stage, with microbatches from 0."""
+        (stage,) = self.stages
+        return stage.period
 
 
 def layout_of(training: TrainingProgress) -> TrainingLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from engine.contract.executor import Launch, Span
@@ -101,7 +101,7 @@ class StepEnd:
     step: int
     open: int  # lanes whose last launch of the step has not settled
     end_ns: int = 0  # of what has settled
-    number: int = 0  # its device's plan up to which it took
+    plans: dict[int, int] = field(default_factory=dict)  # by device, the plan up to which it took
 
     @property
     def is_last(self) -> bool:
@@ -109,10 +109,11 @@ class StepEnd:
         assert self.job.training is not None
         return self.step + 1 >= self.job.training.spec.num_steps
 
-    def settle(self, end_ns: int, number: int) -> bool:
+    def settle(self, end_ns: int, device: int, number: int) -> bool:
         """A last launch of a lane has ended; returns whether the step has."""
         self.open -= 1
-        self.end_ns, self.number = max(self.end_ns, end_ns), max(self.number, number)
+        self.end_ns = max(self.end_ns, end_ns)
+        self.plans[device] = max(self.plans.get(device, 0), number)
         return not self.open
 
 
@@ -200,10 +201,10 @@ class Completions:
                 break
         return last.values()
 
-    def settle(self, op: Op, end_ns: int, number: int) -> Sequence[StepEnd]:
+    def settle(self, op: Op, end_ns: int, device: int, number: int) -> Sequence[StepEnd]:
         """Steps that have ended with an operation of the device's plan of that number."""
         ends = self._steps.pop(op, ()) if self._steps else ()
-        return [end for end in ends if end.settle(end_ns, number)]
+        return [end for end in ends if end.settle(end_ns, device, number)]
 
     def pop(self, op: Op) -> Sequence[Job]:
         """The jobs that finish with an operation that has ended."""

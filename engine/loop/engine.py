@@ -500,10 +500,10 @@ class Engine(Lifecycle):
         state = self.state
         state.ledger.settle(op)
         state.in_flight.land(op)
-        for end in self._completions.settle(op, end_ns, number):
+        for end in self._completions.settle(op, end_ns, device, number):
             state.recorder.trained(end.job, end.step, end.end_ns)
             if end.is_last:
-                self.finish_job(end.job, end.end_ns, device, end.number)
+                self.finish_job(end.job, end.end_ns, device, end.plans[device])
         self.finish(op, end_ns, device, number)
 
     def finish(self, op: Op, end_ns: int, device: int, number: int) -> None:

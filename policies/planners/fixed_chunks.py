@@ -22,7 +22,7 @@ from engine.contract.regions import Pool, Tier
 from engine.contract.rules import Advised, Remedy
 from engine.contract.view import Cost
 from models.training.shape import TrainingShape
-from policies.planners.placement import Start, States, apart, modes_of, prepared
+from policies.planners.placement import Start, States, Updates, apart, modes_of, prepared
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from policies.training.patrickstar import WARMUP_SHARE
 from traces.serving.request import TrainingJob
@@ -61,6 +61,7 @@ class FixedChunks:
             that of the device with the most, ceil(chunks / devices); false: all have equal parts.
         states: of the optimizer, `given` at the start, or made at the `first_update`, as in the
             original: they take no memory before it.
+        updates: see UnitChunks.
     """
 
     chunk_elements: int = 0
@@ -75,6 +76,7 @@ class FixedChunks:
     owned: bool = True
     states: States = "given"
     offloads_inputs: bool = False
+    updates: Updates = "last"
 
     def prepare(
         self,
@@ -96,7 +98,7 @@ class FixedChunks:
             size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
             return self.laid_out(shape, size, modes, ranks)
 
-        how = (self.states, self.offloads_inputs)
+        how = (self.states, self.offloads_inputs, False, self.updates)
         return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, fixed, *how)
 
     def laid_out(

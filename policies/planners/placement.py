@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from engine.contract.layout import Chunk, Layout, Mode, TrainingLayout, sending_inputs
+from engine.contract.layout import Chunk, Layout, Mode, TrainingLayout, eager, sending_inputs
 from engine.contract.regions import Place, Pool, Tier, gradient, optimizer, weight
 from engine.contract.rules import Remedy
 from models.training.shape import TrainingShape
@@ -19,6 +19,7 @@ STARTS: Mapping[Start, frozenset[Tier]] = {  # with the tiers in which states ma
     "device": frozenset({Tier.GPU}),
 }
 States = Literal["given", "first_update"]
+Updates = Literal["last", "eager"]
 LayOut = Callable[[TrainingShape, Sequence[Mode], int], TrainingLayout]  # for so many ranks
 
 
@@ -32,6 +33,7 @@ def prepared(
     states: States = "given",
     offloads_inputs: bool = False,
     sums: bool = False,
+    updates: Updates = "last",
 ) -> Layout:
     """The layout of all training jobs.
 
@@ -47,6 +49,7 @@ def prepared(
         offloads_inputs: inputs of units that recompute or offload wait on the host for the
             backward.
         sums: gradients of a step of several microbatches lie there from the start, too.
+        updates: behind all backwards of a step, or each behind the last one that it waits for.
 
     Returns:
         The layout of each job, and the places that are held before the first step.
@@ -62,6 +65,8 @@ def prepared(
     }
     if offloads_inputs:
         layouts = {job_id: sending_inputs(layout) for job_id, layout in layouts.items()}
+    if updates == "eager":
+        layouts = {job.job_id: eager(layouts[job.job_id], job) for job in jobs}
     kinds = (optimizer, weight) if states == "given" else (weight,)
     remedies = remedies_of_states(jobs)
     held = [*_states(layouts, kinds)]

@@ -9,7 +9,7 @@ from engine.contract.layout import ALL, Layout, Mode, TrainingLayout, equal_shar
 from engine.contract.regions import Pool
 from engine.contract.view import Cost
 from models.training.shape import TrainingShape
-from policies.planners.placement import Start, apart, prepared
+from policies.planners.placement import Start, Updates, apart, prepared
 from traces.serving.request import TrainingJob
 
 
@@ -25,12 +25,15 @@ class UnitChunks:
         shards: in a group, each device has a part of every chunk; false: each has all of it.
         offloads_inputs: inputs of layers that recompute or offload wait on the host for the
             backward (DeepSpeed's cpu_checkpointing).
+        updates: behind all backwards of a step (`last`), or each behind the last backward that adds
+            to its gradients (`eager`); where gradients are clipped all of them are last.
     """
 
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
     shards: bool = True
     offloads_inputs: bool = False
+    updates: Updates = "last"
 
     def prepare(
         self,
@@ -50,9 +53,9 @@ class UnitChunks:
             share = equal_share(ranks) if self.shards else ALL
             return lay_out(shape, unit_chunks(shape), modes, ranks=ranks, share=share)
 
-        sends = self.offloads_inputs
+        how = (self.offloads_inputs, False, self.updates)
         return prepared(
-            shapes, jobs, self.modes, self.start, capacity_bytes, by_unit, offloads_inputs=sends
+            shapes, jobs, self.modes, self.start, capacity_bytes, by_unit, "given", *how
         )
 
 

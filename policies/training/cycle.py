@@ -56,6 +56,20 @@ def cycle_of(training: TrainingProgress) -> tuple[CycleLaunch, ...]:
     return tuple(links)
 
 
+@lru_cache(maxsize=CYCLES)
+def last_update(training: TrainingProgress) -> int | None:
+    """The chunk whose update is the last one of a step.
+
+    Args:
+        training: a job's progress.
+
+    Returns:
+        The number of the chunk; None of a job without updates.
+    """
+    updates = [link.part for link in cycle_of(training) if link.work is Work.UPDATE]
+    return updates[-1] if updates else None
+
+
 def number_of(launch: LaunchFootprint, training: TrainingProgress) -> int:
     """The number of a launch in its step.
 
@@ -127,7 +141,7 @@ class Ahead(NamedTuple):
 
 @lru_cache(maxsize=CYCLES)
 def lookahead(training: TrainingProgress, turns: int) -> tuple[Ahead, ...]:
-    """Per launch of a step, the next turns of units and what they use, up to the updates.
+    """Per launch of a step, the next turns of units in it, and what they use.
 
     Args:
         training: a job's progress.
@@ -140,8 +154,8 @@ def lookahead(training: TrainingProgress, turns: int) -> tuple[Ahead, ...]:
     for moment, link in enumerate(links):
         coming = list[Turn]()
         for later in links[moment + 1 :]:
-            if Work.UPDATE in (link.work, later.work):
-                break
+            if later.work is Work.UPDATE:
+                continue
             turn = _turn(later)
             if turn != _turn(link) and turn not in coming:
                 if len(coming) == turns:

@@ -13,7 +13,7 @@ from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Place, Tier, Work, weight
 from engine.contract.training_progress import layout_of
 from engine.contract.view import Profile, View
-from policies.training.cycle import training_jobs
+from policies.training.cycle import last_update, training_jobs
 from policies.training.eviction import FarthestUse, Future
 from policies.training.out_of_memory import patient
 from policies.training.residency import Residency
@@ -239,9 +239,10 @@ class PatrickStar:
         piece, training = launch.piece, launch.piece.job.training
         if self.overlaps_updates or launch.on != HOST_LANE or training is None:
             return ()
-        *others, last = [*training.trained_by]
+        last = last_update(training)
         if piece.layers is None or piece.layers.start != last:
             return ()
+        others = [c for c in training.trained_by if c != last]
         places = [weight(piece.job.job_id, c, Tier.HOST) for c in others]
         return tuple([place for place in places if device.holds(place)])
 

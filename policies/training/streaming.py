@@ -26,6 +26,7 @@ from policies.training.cycle import (
     Ahead,
     CycleLaunch,
     cycle_of,
+    last_update,
     lookahead,
     number_of,
     trained_before,
@@ -160,17 +161,18 @@ class _Stream:
 
         The last update of a step writes all weights, so that the next fetch waits for it.
         """
-        chunks = [*training.trained_by]
-        if self._how.overlaps_updates or link.part != chunks[-1]:
+        last = last_update(training)
+        if self._how.overlaps_updates or link.part != last:
             return ()
-        return tuple([weight(training.spec.job_id, c, Tier.HOST) for c in chunks[:-1]])
+        others = [c for c in training.trained_by if c != last]
+        return tuple([weight(training.spec.job_id, c, Tier.HOST) for c in others])
 
     def _refresh(self, training: TrainingProgress, link: CycleLaunch) -> None:
         """Replaces weights on the device that an update made stale.
 
         Weights that stay are copied from the host; all other weights are freed.
         """
-        chunks, last = [link.part], [*training.trained_by][-1]
+        chunks, last = [link.part], last_update(training)
         layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
         if not self._how.overlaps_updates:
             chunks = [*training.trained_by] if link.part == last else []

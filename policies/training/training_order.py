@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar, Literal
 
 from engine.contract.job import Job
+from engine.contract.layout import TrainingTask
 from engine.contract.plan import Slice
 from engine.contract.policy import Traits
 from engine.contract.regions import Work
-from engine.contract.training_progress import TrainingTask
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from policies.training.cycle import training_jobs
 
@@ -21,9 +23,9 @@ class TrainingOrder:
 
     Args:
         tasks: how many in a plan; 0: all that are left of the step.
-        updates: `in_turn`: planned like other tasks. `together`: all updates that are left in one
-            plan, as a plain loop calls its optimizer once. Then no update waits for another plan,
-            but the memory of all of them is booked at once.
+        updates: `in_turn`: planned like other tasks. `together`: all updates that follow one
+            another in one plan, as a plain loop calls its optimizer once. Then no update waits for
+            another plan, but the memory of all of them is booked at once.
         turns: when another job takes over: behind the whole `job`; behind a `step`, then the job
             with the fewest steps is next; or behind a `task`, which keeps the activations of all
             jobs at once. A configuration makes one job, for which all three are alike.
@@ -50,14 +52,14 @@ class TrainingOrder:
     def _rank(self, job: Job) -> tuple[int, int]:
         """The lowest is first; of equals, the job that came first."""
         assert job.training is not None
-        step, position = job.training.step, job.training.position
+        step, training = job.training.step, job.training
+        position = len(training.tasks) - training.num_left()
         return (step, position) if self.turns == "task" else (-1 if position else step, 0)
 
     def _tasks(self, job: Job) -> tuple[Slice, ...]:
         training = job.training
         assert training is not None
-        left = training.tasks[training.position :]
-        count, tokens = self._count(left), training.spec.microbatch_tokens
+        tokens = training.spec.microbatch_tokens
         return tuple(
             [
                 Slice(
@@ -67,12 +69,18 @@ class TrainingOrder:
                     range(part, part + 1),
                     microbatch,
                 )
-                for work, part, microbatch in training.ahead(count)
+                for work, part, microbatch in self._coming(training)
             ]
         )
 
-    def _count(self, left: Sequence[TrainingTask]) -> int:
-        """How many of the tasks left of a step are in a plan."""
-        if self.updates == "together" and left[0].work is Work.UPDATE:
-            return len(left)
-        return min(self.tasks or len(left), len(left))
+    def _coming(self, training: TrainingProgress) -> Sequence[TrainingTask]:
+        """The tasks of a plan, of those that are left of a step."""
+        left = training.num_left()
+        coming = training.ahead(min(self.tasks or left, left))
+        if self.updates == "together" and coming[0].work is Work.UPDATE:
+            return [*takewhile(_updates, training.ahead(left))]
+        return coming
+
+
+def _updates(task: TrainingTask) -> bool:
+    return task.work is Work.UPDATE

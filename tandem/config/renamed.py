@@ -187,7 +187,7 @@ NAMES: dict[str, str] = {
     "traces.rules.Rule": "traces.serving.rules.MessageRule",
     "engine.tape.Meter": "models.training.tape.TapeMeter",
     "engine.job.Pace": "engine.contract.job.TokenClock",
-    "engine.training.Task": "engine.contract.training_progress.TrainingTask",
+    "engine.training.Task": "engine.contract.layout.TrainingTask",
     "engine.training.layout_of": "engine.contract.training_progress.layout_of",
     "engine.training.Training": "engine.contract.training_progress.TrainingProgress",
     "engine.plan.SHARED_OWNER": "engine.contract.regions.SHARED_OWNER",
