@@ -195,6 +195,10 @@ class TrainingLayout:
             finetuning job none: its windows go in any order that its frontiers allow.
         versions: of weights that are kept at once: 2 where microbatches of the next step begin
             before the updates of this one (PipeDream-2BW).
+        persistent: chunks whose states stay on the device and are updated there (ProTrain).
+        buffers: how many other chunks have weights on the device at once (ProTrain).
+        swaps_ahead: turns of units before its backward at which a unit's offloaded activations are
+            fetched (ProTrain).
     """
 
     chunks: tuple[Chunk, ...]
@@ -204,6 +208,9 @@ class TrainingLayout:
     windows: WindowBytes | None = None
     stages: tuple[Stage, ...] = ()
     versions: int = 1
+    persistent: frozenset[int] = frozenset()
+    buffers: int = 0
+    swaps_ahead: int = 1
 
     def __repr__(self) -> str:
         return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.contract.footprint import LaunchFootprint
+from engine.contract.footprint import LaunchFootprint, goes_out
 from engine.contract.job import Job
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.regions import Place, Work, gradient, optimizer, weight
@@ -183,6 +183,58 @@ def trained_before(training: TrainingProgress, turns: int) -> tuple[tuple[int, .
         found.append(tuple(behind[-turns]) if is_backward and len(behind) >= turns else ())
         if is_backward and units[part].trained:
             behind.append(units[part].trained)
+    return tuple(found)
+
+
+@lru_cache(maxsize=CYCLES)
+def coming_chunks(training: TrainingProgress) -> tuple[tuple[int, ...], ...]:
+    """Per launch of a step, the chunks whose weights the launches behind it read, first ones first.
+
+    Those of the step come first, then those of the next step as far as their updates come before:
+    the weights of the others are not made yet. Chunks that stay on the device are left out.
+
+    Args:
+        training: a job's progress, whose layout says what stays and how many buffers there are.
+
+    Returns:
+        Per launch, as many different chunks as there are buffers, or fewer.
+    """
+    layout, links = layout_of(training), cycle_of(training)
+    reads = [_reads(layout, link) for link in links]
+    is_made = {c: not (training.spec.has_update and chunk.trains)
+               for c, chunk in enumerate(layout.chunks)}  # fmt: skip
+    found = list[tuple[int, ...]]()
+    for moment, link in enumerate(links):
+        if link.work is Work.UPDATE:
+            is_made[link.part] = True
+        next_step = [c for own in reads for c in own if is_made[c]]
+        rest = [c for own in reads[moment + 1 :] for c in own]
+        coming = dict.fromkeys((*rest, *next_step))
+        found.append(tuple(coming)[: layout.buffers])
+    return tuple(found)
+
+
+def _reads(layout: TrainingLayout, link: CycleLaunch) -> Sequence[int]:
+    """The chunks that a launch reads, without those that stay on the device."""
+    if link.work is Work.UPDATE:
+        return ()
+    return [c for c in layout.units[link.part].chunks if c not in layout.persistent]
+
+
+@lru_cache(maxsize=CYCLES)
+def coming_swaps(training: TrainingProgress) -> tuple[tuple[Turn, ...], ...]:
+    """Per launch of a step, the backwards whose offloaded activations are to be fetched by then.
+
+    Args:
+        training: a job's progress, whose layout says how many turns before.
+
+    Returns:
+        Per launch, the next backwards of units that offload, in their order.
+    """
+    layout, found = layout_of(training), list[tuple[Turn, ...]]()
+    for ahead in lookahead(training, layout.swaps_ahead):
+        found.append(tuple([t for t in ahead.turns if t[0] is Work.BACKWARD
+                            and goes_out(layout.units[t[1]])]))  # fmt: skip
     return tuple(found)
 
 

@@ -64,21 +64,21 @@ def test_whichever_launch_is_the_last_a_step_ends_when_all_have(is_host_first: b
     """It ends at the latest moment, also where an earlier one is heard of later."""
     flying = Flying(num_steps=1)
     assert not flying.jobs and list(flying.ends) == [flying.job] and flying.ends
-    assert not flying.ends.settle(flying.before, 3, 0), "a lane is first-in-first-out"
+    assert not flying.ends.settle(flying.before, 3, 0, 0), "a lane is first-in-first-out"
     first, last = flying.device, flying.host
     if is_host_first:
         first, last = last, first
-    assert not flying.ends.settle(first, 7, 2)
+    assert not flying.ends.settle(first, 7, 0, 2)
     assert flying.ends and list(flying.ends) == [flying.job]
-    (end,) = flying.ends.settle(last, 5, 1)
-    assert (end.job, end.step, end.is_last, end.end_ns, end.number) == (flying.job, 0, True, 7, 2)
+    (end,) = flying.ends.settle(last, 5, 0, 1)
+    assert (end.job, end.step, end.is_last, end.end_ns, end.plans) == (flying.job, 0, True, 7, {0: 2})
     assert not flying.ends and not list(flying.ends)
-    assert not flying.ends.settle(flying.behind, 9, 3), "what is issued behind it is not its own"
+    assert not flying.ends.settle(flying.behind, 9, 0, 3), "what is issued behind it is not its own"
 
 
 def test_a_job_stays_behind_a_step_that_is_not_its_last() -> None:
     flying = Flying(num_steps=2)
     assert flying.jobs.training == [flying.job] and not flying.ends
     for order in permutations((flying.host, flying.device)):
-        found = [end for op in order for end in flying.ends.settle(op, 1, 0)]
+        found = [end for op in order for end in flying.ends.settle(op, 1, 0, 0)]
         assert all(not end.is_last for end in found)
