@@ -105,13 +105,14 @@ class Cost(Protocol):
             Nanoseconds on its lane, without waits.
         """
 
-    def copy_ns(self, source: Pool, target: Pool, nbytes: int) -> int:
+    def copy_ns(self, source: Pool, target: Pool, nbytes: int, contended: bool = False) -> int:
         """Predicted duration of a copy, also of what is not booked yet.
 
         Args:
             source: the tier and device that it comes from.
             target: those that it goes to.
             nbytes: its size.
+            contended: the other direction of the link is busy.
 
         Returns:
             Nanoseconds on its lane, without waits.

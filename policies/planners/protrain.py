@@ -4,194 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
 
 from engine.contract.layout import Layout, Mode, TrainingLayout, eager, equal_share, lay_out
-from engine.contract.regions import Place, Pool, Tier, optimizer, weight
+from engine.contract.regions import Place, Pool, Tier, Work, optimizer, weight
 from engine.contract.view import Cost
 from models.training.shape import TrainingShape
-from policies.planners.placement import apart
-from policies.planners.step_quotes import quoted_step
-from policies.training.out_of_memory import OutOfMemory, remedies_of_states
+from policies.planners.blocks import (
+    Blocks,
+    Configuration,
+    Placement,
+    block_chunks,
+    blocks_of,
+    modes_of_blocks,
+    searched_size,
+)
+from policies.planners.search import Room, Space
+from policies.planners.step_model import Placements, StepModel
+from policies.planners.step_quotes import QuotedStep
+from policies.training.out_of_memory import OutOfMemory, remedies_of_launch, remedies_of_states
+from policies.training.streaming import GRADIENTS_OUT
 from traces.serving.request import TrainingJob
-
-MEBI = 1 << 20
-SIZES = tuple([mebi * MEBI // 2 for mebi in (32, 64, 128, 256)])  # 16-bit numbers: the original's
-Placement = Literal["interval", "swaps_first"]
-
-
-class Configuration(NamedTuple):
-    """The four knobs of ProTrain.
-
-    Attributes:
-        persistent: block chunks, from the first, whose states stay on the device.
-        buffers: other chunks that have weights on the device at once.
-        swaps: blocks whose activations are offloaded.
-        checkpoints: blocks whose activations are computed again.
-    """
-
-    persistent: int
-    buffers: int
-    swaps: int
-    checkpoints: int
-
-
-class Blocks(NamedTuple):
-    """What the knobs are about.
-
-    Attributes:
-        units: layers that have a backward, from the lowest.
-        chunks: chunks of layers, in the order of the forward; all others always persist.
-    """
-
-    units: range
-    chunks: tuple[int, ...]
-
-
-def modes_of_blocks(
-    chosen: Configuration, blocks: Blocks, num_units: int, interval: int, placement: Placement
-) -> tuple[Mode, ...]:
-    """The mode of each unit.
-
-    Blocks that keep their activations are the last ones: the backward begins with them and so makes
-    room for what is fetched. Before them lie those that offload, each followed by blocks that
-    compute again, as many as hide its copy (the patent's swapping interval); or all that offload
-    come first.
-
-    Args:
-        chosen: how many blocks of each kind.
-        blocks: the blocks.
-        num_units: layers, embedding and head.
-        interval: a block that offloads, and those that compute again behind it.
-        placement: `interval`, or `swaps_first`.
-
-    Returns:
-        One mode per unit; units that are no blocks keep.
-    """
-    modes = [Mode.KEEP] * num_units
-    swaps, checkpoints = chosen.swaps, chosen.checkpoints
-    for i, unit in enumerate(blocks.units):
-        is_due = placement == "swaps_first" or i % interval == 0 or not checkpoints
-        if swaps and is_due:
-            modes[unit], swaps = Mode.OFFLOAD, swaps - 1
-        elif checkpoints:
-            modes[unit], checkpoints = Mode.RECOMPUTE, checkpoints - 1
-    return tuple(modes)
-
-
-def block_chunks(shape: TrainingShape, size: int) -> list[list[int]]:
-    """Chunks in the order of execution: a block's parameters lie in one, as far as it holds them.
-
-    A parameter lies with the first unit that uses it. Embedding and head have chunks of their own,
-    and what trains shares none with what is frozen: adapters of all blocks are one chunk.
-
-    Args:
-        shape: of the model.
-        size: numbers in a chunk; a block that is larger is a chunk of its own.
-
-    Returns:
-        Per chunk, its parameters by number.
-    """
-    seen: set[int] = set()
-    own = list[list[int]]()
-    for unit in shape.units:
-        own.append([p for p in unit.parameters if p not in seen])
-        seen.update(own[-1])
-    adapters = [p for new in own for p in new if ".lora_" in shape.parameters[p].name]
-    own = [[p for p in new if p not in {*adapters}] for new in own]
-    chunks, filled, kind = apart(shape, own[0]), 0, None
-    for new in own[1:-1]:
-        for part in apart(shape, new):
-            elements = sum([shape.parameters[p].elements for p in part])
-            trains = shape.parameters[part[0]].trains
-            if kind is trains and filled + elements <= size:
-                chunks[-1] += part
-                filled += elements
-            else:
-                chunks.append([*part])
-                filled, kind = elements, trains
-    return [*chunks, *apart(shape, own[-1]), *([adapters] if adapters else [])]
-
-
-def searched_size(shape: TrainingShape, sizes: Sequence[int] = SIZES) -> int:
-    """The chunk size that wastes least: a chunk is as large as the largest one, but for the last.
-
-    Args:
-        shape: of the model.
-        sizes: numbers in a chunk to choose from, beside those of the largest block.
-
-    Returns:
-        Numbers in a chunk; of equally good sizes the smallest.
-    """
-    largest = max([_elements(shape, unit.parameters) for unit in shape.units[1:-1]])
-
-    def waste(size: int) -> tuple[int, int]:
-        layers = {p for unit in shape.units[1:-1] for p in unit.parameters}
-        filled = [_elements(shape, c) for c in block_chunks(shape, size) if layers & {*c}]
-        return sum([size - n for n in filled[:-1]]), size
-
-    return min([largest, *[size for size in sizes if size > largest]], key=waste)
-
-
-def _elements(shape: TrainingShape, parameters: Sequence[int]) -> int:
-    return sum([shape.parameters[p].elements for p in parameters])
-
-
-def blocks_of(layout: TrainingLayout) -> Blocks:
-    """The blocks of a layout.
-
-    Args:
-        layout: with the chunks of `block_chunks`.
-
-    Returns:
-        Its blocks; chunks that embedding or head read are none of theirs.
-    """
-    last = len(layout.units) - 1
-    outside = {c for u in (0, last) for c in layout.units[u].chunks}
-    sole = {c for u in range(1, last) for c in layout.units[u].chunks if _is_of_blocks(layout, c)}
-    return Blocks(range(max(1, layout.first), last), tuple(sorted(sole - outside)))
-
-
-def _is_of_blocks(layout: TrainingLayout, chunk: int) -> bool:
-    """Whether a chunk is no adapter: adapters train beside frozen weights, and always persist."""
-    users = [unit for unit in layout.units if chunk in unit.chunks]
-    beside = [c for unit in users for c in unit.chunks if c != chunk]
-    is_adapter = any([not layout.chunks[c].trains for c in beside])
-    return not (layout.chunks[chunk].trains and is_adapter)
 
 
 @dataclass(frozen=True)
 class ProTrainLayout:
-    """A layout by knobs that are given (Yang et al., ProTrain, MLSys'26).
+    """The fastest configuration that fits (Yang et al., ProTrain, MLSys'26).
+
+    All configurations are searched: chunks that persist, buffers, blocks that offload and blocks
+    that compute again. Each of these may be given instead, and the others are searched.
 
     Args:
-        persistent: see Configuration.
-        buffers: see Configuration.
-        swaps: see Configuration.
-        checkpoints: see Configuration.
+        persistent: block chunks, from the first, whose states stay on the device; None: searched.
+        buffers: other chunks that have weights on the device at once; None: searched.
+        swaps: blocks whose activations are offloaded; None: searched.
+        checkpoints: blocks whose activations are computed again; None: searched.
         placement: which blocks offload: one in each `interval`, or the first ones (`swaps_first`).
         interval: a block that offloads and those that compute again behind it; 0: as many as take
             as long forward as the copy of its activations.
         chunk_elements: numbers in a chunk; 0: the size that wastes least, see `searched_size`.
         shards: in a group each device has a part of every chunk; false: all of it.
+        gradients_out: of the memory policy; see ProTrain.
 
     Raises:
         ValueError: a number is below 0.
     """
 
-    persistent: int = 0
-    buffers: int = 2
-    swaps: int = 0
-    checkpoints: int = 0
+    persistent: int | None = None
+    buffers: int | None = None
+    swaps: int | None = None
+    checkpoints: int | None = None
     placement: Placement = "interval"
     interval: int = 0
     chunk_elements: int = 0
     shards: bool = True
+    gradients_out: int = GRADIENTS_OUT
 
     def __post_init__(self) -> None:
         names = ("persistent", "buffers", "swaps", "checkpoints", "interval", "chunk_elements")
-        for name in names:
-            if getattr(self, name) < 0:
+        for name in (*names, "gradients_out"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"protrain: {name} is {getattr(self, name)}, not at least 0")
 
     def prepare(
@@ -205,60 +76,118 @@ class ProTrainLayout:
 
         Raises:
             ValueError: there are fewer blocks or chunks than the knobs ask for.
-            OutOfMemory: the states do not fit.
+            OutOfMemory: no configuration fits; the deficit is that of the one that lacks least.
         """
-        layouts = {job.job_id: self.laid_out(shapes[job.job_id], job, cost) for job in jobs}
+        room = Room(capacity_bytes[Tier.GPU, 0], capacity_bytes.get((Tier.HOST, 0), 0))
+        layouts = {job.job_id: self.laid_out(shapes[job.job_id], job, room, cost) for job in jobs}
         return Layout(places=held_places(layouts, jobs, capacity_bytes), training=layouts)
 
-    def laid_out(self, shape: TrainingShape, job: TrainingJob, cost: Cost) -> TrainingLayout:
+    def laid_out(
+        self, shape: TrainingShape, job: TrainingJob, room: Room, cost: Cost
+    ) -> TrainingLayout:
         """The layout of one job.
 
         Args:
             shape: of its model.
             job: the training job.
-            cost: prices the copies of activations, where the interval is not given.
+            room: what it may use.
+            cost: predicted durations.
 
         Returns:
             Chunks, units and stage, on one device of its group.
 
         Raises:
             ValueError: there are fewer blocks or chunks than the knobs ask for.
+            OutOfMemory: no configuration fits.
         """
-        share = equal_share(job.ranks if self.shards else 1)
-        size = self.chunk_elements or searched_size(shape)
-        chunks, keeps = block_chunks(shape, size), [Mode.KEEP] * len(shape.units)
-        plain = lay_out(shape, chunks, keeps, ranks=job.ranks, share=share)
-        blocks = blocks_of(plain)
-        chosen = Configuration(self.persistent, self.buffers, self.swaps, self.checkpoints)
-        _check_knobs(chosen, blocks)
-        interval = self.interval or quoted_step(plain, job, cost).swap_interval(blocks.units)
+        space, plain = self.space(shape, job, cost)
+        blocks, interval = space.model.blocks, space.model.swaps_ahead
+        knobs = (self.persistent, self.buffers, self.swaps, self.checkpoints)
+        if None in knobs:
+            found, lacks = space.best(room)
+            if found is None:
+                raise _out_of_memory(lacks, job, plain)
+            chosen = found.knobs
+        else:
+            chosen = Configuration(*[knob or 0 for knob in knobs])
         modes = modes_of_blocks(chosen, blocks, len(shape.units), interval, self.placement)
-        made = lay_out(shape, chunks, modes, ranks=job.ranks, share=share)
+        chunks = [chunk.parameters for chunk in plain.chunks]
+        share = equal_share(job.ranks if self.shards else 1)
+        made = eager(lay_out(shape, chunks, modes, ranks=job.ranks, share=share), job)
         passing = {*blocks.chunks[chosen.persistent :]}
-        made = replace(
-            eager(made, job),
+        return replace(
+            made,
             persistent=frozenset(range(len(chunks))) - passing,
             buffers=min(chosen.buffers, len(passing)),
             swaps_ahead=interval,
         )
-        return made
+
+    def space(
+        self, shape: TrainingShape, job: TrainingJob, cost: Cost
+    ) -> tuple[Space, TrainingLayout]:
+        """The configurations that the knobs allow, and the layout whose units all keep.
+
+        Args:
+            shape: of the model.
+            job: the training job.
+            cost: predicted durations.
+
+        Returns:
+            The space, with the model of a step that times its configurations.
+
+        Raises:
+            ValueError: there are fewer blocks or chunks than the knobs ask for.
+        """
+        share = equal_share(job.ranks if self.shards else 1)
+        size = self.chunk_elements or searched_size(shape)
+        keeps = [Mode.KEEP] * len(shape.units)
+        plain = lay_out(shape, block_chunks(shape, size), keeps, ranks=job.ranks, share=share)
+        blocks, quotes = blocks_of(plain), QuotedStep(plain, job, cost)
+        self._check(blocks)
+        interval = self.interval or quotes.swap_interval(blocks.units)
+        count, chunks = len(blocks.units), len(blocks.chunks)
+        most = count if self.placement == "swaps_first" else -(-count // interval)
+        placements = Placements.of(
+            _numbers(self.swaps, most),
+            _numbers(self.checkpoints, count),
+            blocks,
+            len(shape.units),
+            interval,
+            self.placement,
+        )
+        model = StepModel(quotes, blocks, placements, interval, self.gradients_out)
+        persistent, buffers = _numbers(self.persistent, chunks), _numbers(self.buffers, chunks)
+        on_host = all([chunk.host_ns is not None for chunk in quotes.chunks])
+        return Space(model, persistent, buffers, on_host), plain
+
+    def _check(self, blocks: Blocks) -> None:
+        """ValueError where there are fewer blocks or chunks than the knobs ask for."""
+        chunks, units = len(blocks.chunks), len(blocks.units)
+        persistent = self.persistent or 0
+        if persistent > chunks:
+            asked = f"persistent={persistent}"
+            raise ValueError(f"protrain: {asked}, and blocks have {chunks} chunks")
+        if self.persistent is not None and persistent < chunks and self.buffers == 0:
+            raise ValueError(
+                f"protrain: buffers=0, and {chunks - persistent} chunks pass through buffers: "
+                "give 1 or more"
+            )
+        if (self.swaps or 0) + (self.checkpoints or 0) > units:
+            asked = f"swaps={self.swaps} and checkpoints={self.checkpoints}"
+            raise ValueError(f"protrain: {asked}, and {units} blocks have a backward")
 
 
-def _check_knobs(chosen: Configuration, blocks: Blocks) -> None:
-    """ValueError where there are fewer blocks or chunks than a configuration asks for."""
-    chunks, units = len(blocks.chunks), len(blocks.units)
-    if chosen.persistent > chunks:
-        raise ValueError(
-            f"protrain: persistent={chosen.persistent}, and blocks have {chunks} chunks"
-        )
-    if chosen.persistent < chunks and not chosen.buffers:
-        raise ValueError(
-            f"protrain: buffers=0, and {chunks - chosen.persistent} chunks pass through buffers: "
-            "give 1 or more"
-        )
-    if chosen.swaps + chosen.checkpoints > units:
-        asked = f"swaps={chosen.swaps} and checkpoints={chosen.checkpoints}"
-        raise ValueError(f"protrain: {asked}, and {units} blocks have a backward")
+def _numbers(given: int | None, most: int) -> Sequence[int]:
+    """The numbers that a knob may take."""
+    return range(most + 1) if given is None else (given,)
+
+
+def _out_of_memory(lacks: Room, job: TrainingJob, layout: TrainingLayout) -> OutOfMemory:
+    """The error of a job of which no configuration fits: what the nearest one lacks."""
+    tier = Tier.GPU if lacks.device_bytes else Tier.HOST
+    remedies = remedies_of_launch(tier, Work.BACKWARD, job, layout)
+    what = "the nearest of all configurations of ProTrain"
+    return OutOfMemory((tier, 0), lacks.device_bytes or lacks.host_bytes, what, remedies)
 
 
 def held_places(

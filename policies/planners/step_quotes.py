@@ -8,7 +8,7 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from engine.contract.footprint import LaunchFootprint, launches_of
+from engine.contract.footprint import LaunchFootprint, gather, launches_of, reduction
 from engine.contract.job import Job
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Slice
@@ -18,6 +18,18 @@ from engine.contract.view import Cost
 from traces.serving.request import TrainingJob
 
 DEVICE, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
+
+
+class QuotedCopy(NamedTuple):
+    """A copy between device and host.
+
+    Attributes:
+        alone_ns: while the other direction of the link is idle.
+        contended_ns: while it is busy.
+    """
+
+    alone_ns: int
+    contended_ns: int
 
 
 class QuotedUnit(NamedTuple):
@@ -50,17 +62,21 @@ class QuotedChunk(NamedTuple):
     """One chunk.
 
     Attributes:
-        load_ns: of the copy of its weights to the device.
-        out_ns: of the copy of its gradients to the host; 0 where it does not train.
-        in_ns: of the copy of these back, where another microbatch adds to them.
+        load: of its weights to the device.
+        out: of its gradients to the host; of 0 ns where it does not train.
+        back: of these to the device, where another microbatch adds to them.
+        gather_ns: of the collective that brings the parts of other devices; 0 without a group.
+        reduce_ns: of the collective that adds its gradients up; 0 without a group.
         host_ns: of its update on the host; None where the host cannot.
         device_ns: of its update on the device.
         update_bytes: workspace of its update on the device.
     """
 
-    load_ns: int
-    out_ns: int
-    in_ns: int
+    load: QuotedCopy
+    out: QuotedCopy
+    back: QuotedCopy
+    gather_ns: int
+    reduce_ns: int
     host_ns: int | None
     device_ns: int
     update_bytes: int
@@ -91,33 +107,23 @@ class QuotedStep:
         known, found = dict[tuple[int, ...], QuotedChunk](), list[QuotedChunk]()
         for c, chunk in enumerate(self.layout.chunks):
             sizes = (chunk.weight_bytes, chunk.gradient_bytes, chunk.optimizer_bytes)
-            elements = (*sizes, len(chunk.parameters))
-            if elements not in known:
-                known[elements] = self._chunk(c)
-            found.append(known[elements])
+            key = (*sizes, len(chunk.parameters))
+            if key not in known:
+                known[key] = self._chunk(c)
+            found.append(known[key])
         return tuple(found)
 
-    def swap_out_ns(self, unit: int) -> int:
-        """The copy of a unit's saved activations to the host.
+    def swap(self, unit: int, is_out: bool) -> QuotedCopy:
+        """The copy of a unit's saved activations.
 
         Args:
             unit: the number of the unit.
+            is_out: to the host; else to the device.
 
         Returns:
-            Nanoseconds.
+            Its durations.
         """
-        return self._copy_ns(self.layout.units[unit].saved_bytes, is_out=True)
-
-    def swap_in_ns(self, unit: int) -> int:
-        """The copy of a unit's saved activations to the device.
-
-        Args:
-            unit: the number of the unit.
-
-        Returns:
-            Nanoseconds.
-        """
-        return self._copy_ns(self.layout.units[unit].saved_bytes, is_out=False)
+        return self._copy(self.layout.units[unit].saved_bytes, is_out)
 
     def swap_interval(self, blocks: Iterable[int]) -> int:
         """How many blocks go forward while the activations of one are copied (patent, interval I).
@@ -129,14 +135,18 @@ class QuotedStep:
             1 or more.
         """
         keeps = self.units[Mode.KEEP]
-        ratios = [ceil(self.swap_out_ns(u) / max(1, keeps[u].forward_ns)) for u in blocks]
+        ratios = [
+            ceil(self.swap(u, is_out=True).alone_ns / max(1, keeps[u].forward_ns)) for u in blocks
+        ]
         return max(1, *ratios) if ratios else 1
 
-    def _copy_ns(self, nbytes: int, is_out: bool) -> int:
+    def _copy(self, nbytes: int, is_out: bool) -> QuotedCopy:
         if not nbytes:
-            return 0
+            return QuotedCopy(0, 0)
         source, target = (DEVICE, HOST) if is_out else (HOST, DEVICE)
-        return self.cost.copy_ns(source, target, nbytes)
+        copy_ns = self.cost.copy_ns
+        alone_ns = copy_ns(source, target, nbytes)
+        return QuotedCopy(alone_ns, copy_ns(source, target, nbytes, contended=True))
 
     # ---- launches
     def _units(self, mode: Mode) -> tuple[QuotedUnit, ...]:
@@ -182,9 +192,16 @@ class QuotedStep:
 
     def _chunk(self, c: int) -> QuotedChunk:
         chunk = self.layout.chunks[c]
-        load_ns = self._copy_ns(chunk.weight_bytes, is_out=False)
+        load, none = self._copy(chunk.weight_bytes, is_out=False), QuotedCopy(0, 0)
+        gather_ns = reduce_ns = 0
+        if chunk.remote_bytes:
+            exchange = gather(self.layout, self.job.job_id, c, 0)
+            gather_ns = self.cost.op_ns(exchange.op(0))
         if not chunk.trains or not self.job.has_update:
-            return QuotedChunk(load_ns, 0, 0, 0, 0, 0)
+            return QuotedChunk(load, none, none, gather_ns, 0, 0, 0, 0)
+        if self.layout.ranks > 1:
+            training = TrainingProgress(self.job, self.layout)
+            reduce_ns = self.cost.op_ns(reduction(training, c, 0, reuses=False).op(0))
         job = Job.trains(TrainingProgress(self.job, self.layout), 0)
         piece = Slice(job, 1, Work.UPDATE, range(c, c + 1))
         (on_host,), (here,) = launches_of(piece, 0, HOST_LANE), launches_of(piece, 0, COMPUTE_LANE)
@@ -192,10 +209,10 @@ class QuotedStep:
             host_ns: int | None = self._op_ns(on_host)
         except ValueError:  # the cost has no price: nothing is known of this host's memory
             host_ns = None
-        out_ns = self._copy_ns(chunk.gradient_bytes, is_out=True)
-        in_ns = self._copy_ns(chunk.gradient_bytes, is_out=False)
-        worked = sum([op.nbytes for op in here.grows])
-        return QuotedChunk(load_ns, out_ns, in_ns, host_ns, self._op_ns(here), worked)
+        out = self._copy(chunk.gradient_bytes, is_out=True)
+        back = self._copy(chunk.gradient_bytes, is_out=False)
+        ns, worked = self._op_ns(here), sum([op.nbytes for op in here.grows])
+        return QuotedChunk(load, out, back, gather_ns, reduce_ns, host_ns, ns, worked)
 
     def _op_ns(self, launch: LaunchFootprint) -> int:
         op = Compute((launch.piece,), launch.reads, launch.writes, 0, launch.on, launch.again)
@@ -209,17 +226,3 @@ def _grown(launch: LaunchFootprint, place: object) -> int:
 def _worked(launch: LaunchFootprint) -> int:
     own = workspace(launch.piece.job.job_id)
     return _grown(launch, own)
-
-
-def quoted_step(layout: TrainingLayout, job: TrainingJob, cost: Cost) -> QuotedStep:
-    """The quotes of a step.
-
-    Args:
-        layout: chunks and units of the job.
-        job: the training job.
-        cost: predicted durations.
-
-    Returns:
-        Quotes that are asked for as they are read.
-    """
-    return QuotedStep(layout, job, cost)

@@ -225,6 +225,8 @@ def _reads(layout: TrainingLayout, link: CycleLaunch) -> Sequence[int]:
 def coming_swaps(training: TrainingProgress) -> tuple[tuple[Turn, ...], ...]:
     """Per launch of a step, the backwards whose offloaded activations are to be fetched by then.
 
+    None is fetched before the backward of its microbatch begins.
+
     Args:
         training: a job's progress, whose layout says how many turns before.
 
@@ -232,10 +234,69 @@ def coming_swaps(training: TrainingProgress) -> tuple[tuple[Turn, ...], ...]:
         Per launch, the next backwards of units that offload, in their order.
     """
     layout, found = layout_of(training), list[tuple[Turn, ...]]()
-    for ahead in lookahead(training, layout.swaps_ahead):
-        found.append(tuple([t for t in ahead.turns if t[0] is Work.BACKWARD
-                            and goes_out(layout.units[t[1]])]))  # fmt: skip
+    pairs = zip(cycle_of(training), lookahead(training, layout.swaps_ahead), strict=True)
+    for link, ahead in pairs:
+        work, _, microbatch = _turn(link)
+        found.append(
+            tuple(
+                [
+                    turn
+                    for turn in ahead.turns
+                    if work is not Work.FORWARD
+                    and turn[0] is Work.BACKWARD
+                    and turn[2] == microbatch
+                    and goes_out(layout.units[turn[1]])
+                ]
+            )
+        )
     return tuple(found)
+
+
+@lru_cache(maxsize=CYCLES)
+def leaving_swaps(training: TrainingProgress) -> tuple[tuple[Turn, ...], ...]:
+    """Per launch of a step, the forwards whose offloaded activations leave the device behind it.
+
+    They stay while their copy takes as long as the layout says, one copy after another. Given back
+    at once, their bytes would be taken by launches that need not wait for the copy. What would
+    leave when it is to be fetched again stays.
+
+    Args:
+        training: a job's progress, whose layout says how many turns a copy takes.
+
+    Returns:
+        Per launch, forwards of units that offload, in their order.
+    """
+    layout, links = layout_of(training), cycle_of(training)
+    found = [list[Turn]() for _ in links]
+    turns = dict.fromkeys([_turn(link) for link in links if link.work is not Work.UPDATE])
+    number, last = {turn: i for i, turn in enumerate(turns)}, dict[int, int]()
+    for moment, link in enumerate(links):
+        if link.work is not Work.UPDATE:
+            last.setdefault(number[_turn(link)], moment)  # the first launch of each turn
+    done_at = -1
+    for turn, at in number.items():
+        work, unit, k = turn
+        if work is Work.FORWARD and goes_out(layout.units[unit]):
+            done_at = max(done_at, at) + layout.swaps_ahead
+            if done_at < fetch_turn(number[Work.BACKWARD, unit, k], layout, k):
+                found[last[done_at]].append(turn)
+    return tuple([tuple(turns) for turns in found])
+
+
+def fetch_turn(backward: int, layout: TrainingLayout, microbatch: int = 0) -> int:
+    """The turn behind whose launch offloaded activations are fetched for a backward.
+
+    Args:
+        backward: the number of the turn that needs them, in its step.
+        layout: says how many turns before, and that all backwards follow all forwards.
+        microbatch: of the step.
+
+    Returns:
+        The number of the turn: at the earliest that of the microbatch's first backward.
+    """
+    units = layout.num_units
+    each = 2 * units - layout.first
+    return max(microbatch * each + units, backward - layout.swaps_ahead)
 
 
 def _turn(link: CycleLaunch) -> Turn:

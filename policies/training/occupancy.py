@@ -180,13 +180,26 @@ class Occupancy:
         Returns:
             Whether the host had room for the copy; False leaves the plan unchanged.
         """
+        if not self.send(place):
+            return False
+        self.free(place)
+        return True
+
+    def send(self, place: Place) -> bool:
+        """Copies a place of the device to the host unless that has it as new.
+
+        Args:
+            place: a place on the device that is held.
+
+        Returns:
+            Whether the host had room for the copy; False leaves the plan unchanged.
+        """
         away = self.elsewhere(place)
         has_copy = self._plan.held(away)
         if not has_copy or self._stamp(away) < self._stamp(place):
             if not has_copy and not self._host_has(self._plan.held(place)):
                 return False
             self.copy(place, away)
-        self.free(place)
         return True
 
     # ---- room

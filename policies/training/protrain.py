@@ -19,6 +19,7 @@ from policies.training.cycle import (
     coming_chunks,
     coming_swaps,
     cycle_of,
+    leaving_swaps,
     lookahead,
     number_of,
     trained_before,
@@ -75,7 +76,7 @@ class ProTrain:
         for launch in device.launches(piece, HOST_LANE if is_away else COMPUTE_LANE):
             moment = number_of(launch, training)
             device.make_resident(launch)
-            device.run(launch, after=self._awaited(training, moment, device))
+            device.run(launch, after=self._awaited(training, moment, device), keeps_sent=True)
             step = _Step(piece.job, training, view.device, moment)
             step.give_back(device)
             step.fetch(device)
@@ -128,7 +129,20 @@ class _Step:
             place = weight(job_id, c, device=self.here)
             if device.holds(place) and c not in self._coming:
                 device.evict(place)
+        self._end_swaps(device)
         self._drop_gathered(device)
+
+    def _end_swaps(self, device: Residency) -> None:
+        """Activations leave the device once their copies are taken to be on the host."""
+        layout, job_id = self._layout, self.job.job_id
+        first = self.training.step * self.training.spec.microbatches
+        for _, unit, k in leaving_swaps(self.training)[self.moment]:
+            places = [saved(job_id, unit, first + k, device=self.here)]
+            if layout.units[unit].sends_input:
+                places.append(hidden(job_id, unit, layout.num_units, first + k, device=self.here))
+            for place in places:
+                if device.holds(place) and device.holds(device.elsewhere(place)):
+                    device.evict(place)
 
     def _ends(self, chunk: int, unit: int) -> bool:
         """Whether a backward is the last of its microbatch that adds to a chunk's gradients."""
@@ -152,9 +166,12 @@ class _Step:
             if device.holds(place) and not device.is_new(place):  # its update came behind it
                 device.copy(device.elsewhere(place), place)
             device.offer(place, layout.chunks[c].weight_bytes)
-        for _, unit, _ in lookahead(self.training, 1)[self.moment].turns:
+        for work, unit, _ in lookahead(self.training, 1)[self.moment].turns:
             for exchange in gathers(layout, job_id, unit, self.here):
                 device.offer_gather(exchange)
+            for c in layout.units[unit].trained if work is Work.BACKWARD else ():
+                place = gradient(job_id, c, device=self.here)  # where microbatches add up
+                device.offer(place, layout.chunks[c].gradient_bytes)
         first = self.training.step * self.training.spec.microbatches
         for _, unit, k in coming_swaps(self.training)[self.moment]:
             place = saved(job_id, unit, first + k, device=self.here)

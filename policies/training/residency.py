@@ -120,6 +120,7 @@ class Residency(Occupancy):
         launch: LaunchFootprint,
         also_writes: tuple[Place, ...] = (),
         after: tuple[Place, ...] = (),
+        keeps_sent: bool = False,
     ) -> None:
         """Writes the launch and, behind it, its collectives, offloads and frees.
 
@@ -127,6 +128,7 @@ class Residency(Occupancy):
             launch: what it uses is resident.
             also_writes: places beside those of the launch for which later copies wait.
             after: places whose copies must have come before it begins.
+            keeps_sent: what is copied to the host stays on the device as well.
         """
         pieces, device, writes = (launch.piece,), self._view.device, (*launch.writes, *also_writes)
         op = Compute(pieces, launch.reads, writes, device, launch.on, launch.again, after)
@@ -136,8 +138,8 @@ class Residency(Occupancy):
         for exchange in launch.reduces:
             self.exchange(exchange)
         for place in launch.sends:
-            if not self.evict(place):  # it stays while the host has no room
-                self._touch(place, self.clock - 1)
+            if not (self.send(place) if keeps_sent else self.evict(place)):
+                self._touch(place, self.clock - 1)  # it stays while the host has no room
         for place in launch.frees:
             for copy in (place, self.elsewhere(place)):
                 if self._plan.holds(copy):

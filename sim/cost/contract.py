@@ -562,13 +562,14 @@ class PolicyCost:
         )
         return self.launch_ns(Launch(op, pieces=pieces))
 
-    def copy_ns(self, source: Pool, target: Pool, nbytes: int) -> int:
+    def copy_ns(self, source: Pool, target: Pool, nbytes: int, contended: bool = False) -> int:
         """Predicted duration of a copy, also of what is not booked yet.
 
         Args:
             source: the tier and device that it comes from.
             target: those that it goes to.
             nbytes: its size.
+            contended: the other direction of the link is busy.
 
         Returns:
             Nanoseconds.
@@ -577,7 +578,8 @@ class PolicyCost:
             ValueError: the cost has no price for it.
         """
         copy = Copy(kv_place(0, *source), kv_place(0, *target))  # prices know directions and bytes
-        return self.launch_ns(Launch(copy, nbytes=nbytes))
+        ns = self.cost.copy_ns(Launch(copy, nbytes=nbytes), contended)
+        return ns if self.pace == 1.0 else round(self.pace * ns)
 
     def launch_ns(self, launch: Launch) -> int:
         """Predicted duration of a launch as it was issued.

@@ -34,7 +34,7 @@ FILES_IN_A_PACKAGE = {
     "runtime": 49,  # finetuning beside requests, requests through adapters
     "tandem": 41,  # adapters of requests; a verb of its own with the protocol of fidelity behind it
     "traces": 31,  # samples, and feedback as samples
-    "policies": 45,  # co-serving and its rivals, adapters of requests, records
+    "policies": 48,  # co-serving and its rivals, adapters of requests, records, ProTrain
     "sim": 24,  # windows, adapters of requests, and the shape of a launch apart from its price
 }
 LINES_IN_A_FILE = 600
