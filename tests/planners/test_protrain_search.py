@@ -1,0 +1,230 @@
+"""The search of ProTrain: a model of a step against the simulator, a choice against all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from engine.contract.layout import Mode
+from engine.contract.regions import Tier
+from policies.planners.blocks import Blocks, Configuration, block_chunks, modes_of_blocks
+from policies.planners.protrain import ProTrainLayout
+from policies.planners.search import Room, Space, TimedConfiguration, rank
+from policies.training.out_of_memory import OutOfMemory
+from sim.cost.contract import PolicyCost
+from tandem.config.compose import composed
+from tandem.wiring.backends import backend_of
+from tandem.wiring.experiment import engine_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
+from tests.training.trainings import GPU
+
+KEEP, AGAIN, AWAY = Mode.KEEP, Mode.RECOMPUTE, Mode.OFFLOAD
+CPU = (
+    "model=tiny_llama",
+    "model.num_layers=8",
+    "device=cpu",
+    "device.memory_bytes=4000000000",
+    "training.sequences=4",
+)
+A100 = (
+    "model=gpt2",
+    "device=a100",
+    "training.recipe.dtype=bfloat16",
+    "training.sequences=4",
+)
+SLOW_LINK = (*CPU, "device.to_device_bytes_per_s=400e6", "device.to_host_bytes_per_s=400e6")
+BASE = ("trace=none", "training=random", "policy=protrain", "training.num_steps=5")
+ANY = ("planner.persistent=0", "planner.buffers=1", "planner.swaps=0", "planner.checkpoints=0")
+
+
+def setting(*words: str) -> RunSpec:
+    return run_spec_of(composed([*BASE, *words]))
+
+
+@cache
+def space_of(words: tuple[str, ...], planner: ProTrainLayout | None = None) -> Space:
+    found = setting(*words, *ANY)
+    (trainee,) = found.trainees
+    cost = PolicyCost(found.quotes, lambda place: 0)
+    return (planner or ProTrainLayout()).space(trainee.shape, trainee.job, cost)[0]
+
+
+def everything(space: Space) -> list[TimedConfiguration]:
+    persistent, buffers = space.pairs()
+    count = len(space.model.placements.pairs)
+    placement, pair = np.divmod(np.arange(count * len(persistent)), len(persistent))
+    return space.timed(persistent[pair], buffers[pair], placement)
+
+
+def simulated(words: tuple[str, ...], one: TimedConfiguration) -> tuple[float, int]:
+    """Nanoseconds of a step, and the device's peak, in the memory that the planner asks for."""
+    fields = zip(one.knobs._fields, one.knobs, strict=True)
+    given = [f"planner.{name}={value}" for name, value in fields]
+    found = setting(*words, *given, f"budget.device_bytes={one.peak_bytes}")
+    assert found.room.capacity_bytes[GPU] == one.peak_bytes
+    with backend_of(found, composed([*BASE, *words]).config["backend"]) as backend:
+        engine = engine_of(found, backend)
+        engine.replay([trainee.job for trainee in found.trainees])
+    tables = engine.recorder.tables()
+    ends = [row["end_ns"] for row in tables["training"].to_pylist()]
+    rows = [row for row in tables["memory"].to_pylist() if row["tier"] == "gpu"]
+    used = max([row["capacity_bytes"] - row["free_bytes"] for row in rows])
+    return (ends[-1] - ends[-3]) / 2, used
+
+
+@pytest.mark.parametrize("words", [CPU, A100, SLOW_LINK], ids=["cpu", "a100", "slow_link"])
+def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
+    words: tuple[str, ...],
+) -> None:
+    """Every 40th of the surface. Time: 5 % at the 95th percentile. The peak is never too low: each
+    runs in it. It is at most 10 % too high: what is in use comes to nine tenths of it."""
+    found = everything(space_of(words))
+    errors = list[float]()
+    for one in found[:: max(1, len(found) // 40)]:
+        step_ns, used = simulated(words, one)
+        errors.append(abs(one.step_ns / step_ns - 1))
+        assert used <= one.peak_bytes <= 1.1 * used, one
+    assert np.percentile(errors, 95) <= 0.05
+
+
+@pytest.mark.parametrize("words", [CPU, SLOW_LINK], ids=["cpu", "slow_link"])
+def test_the_search_finds_what_brute_force_finds(words: tuple[str, ...]) -> None:
+    """With every tenth of memory between nothing and all; more memory is never slower."""
+    space, before = space_of(words), None
+    found = everything(space)
+    most = max([one.peak_bytes for one in found])
+    for tenth in range(1, 11):
+        room = Room(most * tenth // 10, 1 << 40)
+        fits = [one for one in found if one.peak_bytes <= room.device_bytes]
+        best, lacks = space.best(room)
+        assert best == (min(fits, key=rank) if fits else None)
+        if best is None:
+            least = min([one.peak_bytes for one in found])
+            assert lacks == Room(least - room.device_bytes, 0)
+            continue
+        assert before is None or best.step_ns <= before
+        before = best.step_ns
+    assert before is not None
+
+
+def test_the_host_bounds_what_passes_through_buffers() -> None:
+    space = space_of(CPU)
+    found = everything(space)
+    room = Room(1 << 40, sorted({one.host_bytes for one in found})[1])
+    best, _ = space.best(room)
+    assert best is not None and best.host_bytes <= room.host_bytes
+    assert best.knobs.persistent > 0
+    assert space.best(Room(1 << 40, -1)) == (None, Room(0, 1))
+
+
+def test_a_choice_is_near_the_best_that_the_simulator_finds() -> None:
+    """Regret of 3 % at the most, over the 60 configurations that the model ranks first."""
+    space = space_of(SLOW_LINK)
+    found = everything(space)
+    peaks = sorted([one.peak_bytes for one in found])
+    for share in (0.1, 0.4):
+        room = Room(peaks[int(share * len(peaks))], 1 << 40)
+        fits = sorted([one for one in found if one.peak_bytes <= room.device_bytes], key=rank)
+        best, _ = space.best(room)
+        assert best == fits[0]
+        times = [simulated(SLOW_LINK, one)[0] for one in fits[:60:4]]
+        assert times[0] <= 1.03 * min(times)
+
+
+def test_lower_bounds_are_below_every_time() -> None:
+    space = space_of(SLOW_LINK)
+    persistent, buffers = space.pairs()
+    bounds = space.model.bounds_ns(persistent, buffers).ravel()
+    times = np.array([one.step_ns for one in everything(space)])
+    assert (bounds <= times).all()
+    assert (bounds > 0.5 * times).any(), "a bound that says something"
+
+
+def test_a_20b_model_is_searched_within_a_second() -> None:
+    """Published: 0.06 s. Not a timed test: what the search times is counted instead."""
+    words = ("model=gpt2_shape", "model.hidden_size=8192", "model.num_layers=25", "device=a100",
+             "device.host_bytes=1000000000000", "training.recipe.dtype=bfloat16",
+             "training.sequences=16")  # fmt: skip
+    space, timed = space_of(words), list[int]()
+
+    class Counting(Space):
+        def timed(self, persistent, buffers, placement):  # type: ignore[no-untyped-def]
+            timed.append(len(placement))
+            return super().timed(persistent, buffers, placement)
+
+    counting = Counting(space.model, space.persistent, space.buffers)
+    best, _ = counting.best(Room(70 << 30, 1 << 40))
+    assert best is not None and best.knobs.swaps > 0, "swaps win with long sequences"
+    assert sum(timed) < len(space.model.placements.pairs) * len(space.pairs()[0]) / 2
+
+
+def test_refusals_name_the_least_deficit() -> None:
+    found = everything(space_of(CPU))
+    least = min([one.peak_bytes for one in found])
+    setting(*CPU, f"budget.device_bytes={least}")
+    with pytest.raises(OutOfMemory, match="gpu:0 is at least 1,000 bytes short"):
+        setting(*CPU, f"budget.device_bytes={least - 1000}")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("planner.persistent=9",), "persistent=9, and blocks have 8 chunks"),
+        (("planner.persistent=1", "planner.buffers=0"), "7 chunks pass through buffers"),
+        (("planner.swaps=5", "planner.checkpoints=4"), "and 8 blocks have a backward"),
+        (("planner.buffers=-1",), "buffers is -1, not at least 0"),
+    ],
+)
+def test_wrong_knobs_are_told(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        setting(*CPU, *words)
+
+
+# ---- layout
+def modes(swaps: int, checkpoints: int, interval: int, placement: str = "interval") -> str:
+    blocks = Blocks(range(1, 9), tuple(range(1, 9)))
+    found = modes_of_blocks(Configuration(0, 0, swaps, checkpoints), blocks, 10, interval,
+                            placement)  # type: ignore[arg-type]  # fmt: skip
+    return "".join([{KEEP: "-", AGAIN: "r", AWAY: "s"}[mode] for mode in found[1:-1]])
+
+
+def test_a_block_that_offloads_is_followed_by_blocks_that_compute_again() -> None:
+    """The patent's interval; what keeps its activations comes last."""
+    assert modes(0, 3, 2) == "rrr-----"
+    assert modes(2, 3, 2) == "srsrr---"
+    assert modes(2, 4, 3) == "srrsrr--"
+    assert modes(3, 1, 2) == "srss----"
+    assert modes(2, 4, 3, "swaps_first") == "ssrrrr--"
+    assert modes(8, 0, 1) == "ssssssss"
+
+
+def test_chunks_follow_the_order_of_execution_and_keep_a_block_together() -> None:
+    found = setting(*CPU, *ANY)
+    shape = found.trainees[0].shape
+    one = block_chunks(shape, 1)
+    assert len(one) == 10 and one[0] == list(shape.units[0].parameters)
+    two = block_chunks(shape, 2 * sum([shape.parameters[p].elements for p in one[1]]))
+    assert [len(chunk) for chunk in two[1:-1]] == [2 * len(one[1])] * 4
+    layout = found.room.layout.training[found.trainees[0].job.job_id]
+    assert layout.persistent == {0, 9} and layout.buffers == 1
+
+
+def test_adapters_always_persist_and_frozen_blocks_pass() -> None:
+    found = setting(*CPU, "training/recipe=lora", *ANY)
+    layout = found.room.layout.training[found.trainees[0].job.job_id]
+    passing = [c for c in range(len(layout.chunks)) if c not in layout.persistent]
+    assert passing and not any([layout.chunks[c].trains for c in passing])
+    assert any([layout.chunks[c].trains for c in layout.persistent])
+
+
+def test_planners_are_quoted_copies_by_direction_and_bytes() -> None:
+    found = setting(*A100, *ANY)
+    cost = PolicyCost(found.quotes, lambda place: 0)
+    host, device = (Tier.HOST, 0), (Tier.GPU, 0)
+    alone = cost.copy_ns(host, device, 1 << 30)
+    assert cost.copy_ns(host, device, 1 << 30, contended=True) == pytest.approx(alone / 0.7, 0.01)
+    slower = replace(cost, pace=2.0)
+    assert slower.copy_ns(host, device, 1 << 30) == 2 * alone
