@@ -38,6 +38,7 @@ COLORS = {
     "train_fifo": "#B2ABD2",
     "train_opt": "#542788",
     "patrickstar": "#1A9850",
+    "protrain": "#8400C0",
     "time_shared": "#D6604D",
     "coserve": "#00E000",
     "coserve_slo": "#0000F0",

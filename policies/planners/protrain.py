@@ -18,7 +18,7 @@ from policies.planners.blocks import (
     modes_of_blocks,
     searched_size,
 )
-from policies.planners.search import Room, Space
+from policies.planners.search import Space, TierBytes
 from policies.planners.step_model import Placements, StepModel
 from policies.planners.step_quotes import QuotedStep
 from policies.training.out_of_memory import OutOfMemory, remedies_of_launch, remedies_of_states
@@ -78,12 +78,12 @@ class ProTrainLayout:
             ValueError: there are fewer blocks or chunks than the knobs ask for.
             OutOfMemory: no configuration fits; the deficit is that of the one that lacks least.
         """
-        room = Room(capacity_bytes[Tier.GPU, 0], capacity_bytes.get((Tier.HOST, 0), 0))
+        room = TierBytes(capacity_bytes[Tier.GPU, 0], capacity_bytes.get((Tier.HOST, 0), 0))
         layouts = {job.job_id: self.laid_out(shapes[job.job_id], job, room, cost) for job in jobs}
         return Layout(places=held_places(layouts, jobs, capacity_bytes), training=layouts)
 
     def laid_out(
-        self, shape: TrainingShape, job: TrainingJob, room: Room, cost: Cost
+        self, shape: TrainingShape, job: TrainingJob, room: TierBytes, cost: Cost
     ) -> TrainingLayout:
         """The layout of one job.
 
@@ -104,10 +104,10 @@ class ProTrainLayout:
         blocks, interval = space.model.blocks, space.model.swaps_ahead
         knobs = (self.persistent, self.buffers, self.swaps, self.checkpoints)
         if None in knobs:
-            found, lacks = space.best(room)
-            if found is None:
-                raise _out_of_memory(lacks, job, plain)
-            chosen = found.knobs
+            search = space.search(room)
+            if not search.found:
+                raise _out_of_memory(search.lacks, job, plain)
+            chosen = search.found[0].knobs
         else:
             chosen = Configuration(*[knob or 0 for knob in knobs])
         modes = modes_of_blocks(chosen, blocks, len(shape.units), interval, self.placement)
@@ -182,7 +182,7 @@ def _numbers(given: int | None, most: int) -> Sequence[int]:
     return range(most + 1) if given is None else (given,)
 
 
-def _out_of_memory(lacks: Room, job: TrainingJob, layout: TrainingLayout) -> OutOfMemory:
+def _out_of_memory(lacks: TierBytes, job: TrainingJob, layout: TrainingLayout) -> OutOfMemory:
     """The error of a job of which no configuration fits: what the nearest one lacks."""
     tier = Tier.GPU if lacks.device_bytes else Tier.HOST
     remedies = remedies_of_launch(tier, Work.BACKWARD, job, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +32,24 @@ class TimedConfiguration(NamedTuple):
     host_bytes: int
 
 
-class Room(NamedTuple):
-    """What the planner may use.
+class Search(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        found: the fastest configurations that fit, the best one first.
+        lacks: where none fits, what the one that lacks least lacks.
+        num_fitting: how many fit.
+        num_all: how many there are.
+    """
+
+    found: tuple[TimedConfiguration, ...]
+    lacks: TierBytes
+    num_fitting: int
+    num_all: int
+
+
+class TierBytes(NamedTuple):
+    """Bytes of the device and of the host.
 
     Attributes:
         device_bytes: of the device.
@@ -97,14 +114,39 @@ class Space:
             found.append(TimedConfiguration(knobs, int(ns), int(peak), int(host)))
         return found
 
-    def best(self, room: Room) -> tuple[TimedConfiguration | None, Room]:
-        """The fastest configuration that fits; of equally fast ones the first in `rank`.
+    def everything(self) -> list[TimedConfiguration]:
+        """Times every configuration: the surface over all knobs.
+
+        Returns:
+            The best one first, see `rank`.
+        """
+        persistent, buffers = self.pairs()
+        count = len(self.model.placements.pairs)
+        placement, pair = np.divmod(np.arange(count * len(persistent)), len(persistent))
+        return sorted(self.timed(persistent[pair], buffers[pair], placement), key=rank)
+
+    def lanes(self, knobs: Configuration) -> dict[str, int]:
+        """What each lane does in a step of a configuration, at the least.
+
+        Args:
+            knobs: one of the configurations.
+
+        Returns:
+            Nanoseconds by the name of the lane.
+        """
+        at = self.model.placements.pairs.index((knobs.swaps, knobs.checkpoints))
+        one = np.array([knobs.persistent], np.int64), np.array([knobs.buffers], np.int64)
+        return {name: int(ns[at, 0]) for name, ns in self.model.lanes_ns(*one).items()}
+
+    def search(self, room: TierBytes, count: int = 1) -> Search:
+        """The fastest configurations that fit; of equally fast ones the first in `rank`.
 
         Args:
             room: what there is.
+            count: how many.
 
         Returns:
-            The configuration, None where none fits; and what the one that lacks least lacks.
+            These, the best one first, and what the configuration that lacks least lacks.
         """
         persistent, buffers = self.pairs()
         model = self.model
@@ -113,14 +155,16 @@ class Space:
         away = model.host_activation_bytes[:, None] + hosts[None, :] - room.host_bytes
         fits = (lacks <= 0) & (away <= 0)
         if not fits.any():
-            return None, _least(lacks, away)
+            return Search((), _smallest_deficit(lacks, away), 0, fits.size)
         bounds = np.where(fits, model.bounds_ns(persistent, buffers), NEVER)
-        return self._fastest(bounds, persistent, buffers), Room(0, 0)
+        found = self._fastest(bounds, persistent, buffers, count)
+        return Search(tuple(found), TierBytes(0, 0), int(fits.sum()), fits.size)
 
-    def _fastest(self, bounds: Ints, persistent: Ints, buffers: Ints) -> TimedConfiguration:
+    def _fastest(
+        self, bounds: Ints, persistent: Ints, buffers: Ints, count: int
+    ) -> list[TimedConfiguration]:
         """Times configurations by rising lower bound, until no other could be faster."""
-        flat = bounds.ravel()
-        best: TimedConfiguration | None = None
+        flat, best = bounds.ravel(), list[TimedConfiguration]()
         left = np.flatnonzero(flat < NEVER)
         while len(left):
             if len(left) > AT_ONCE:
@@ -129,10 +173,10 @@ class Space:
             else:
                 now, left = left, left[:0]
             placement, pair = np.divmod(now, bounds.shape[1])
-            found = min(self.timed(persistent[pair], buffers[pair], placement), key=rank)
-            best = found if best is None else min(best, found, key=rank)
-            left = left[flat[left] <= best.step_ns]
-        assert best is not None, "a configuration fits"
+            best += self.timed(persistent[pair], buffers[pair], placement)
+            best = nsmallest(count, best, key=rank)
+            if len(best) == count:
+                left = left[flat[left] <= best[-1].step_ns]
         return best
 
 
@@ -150,8 +194,8 @@ def rank(one: TimedConfiguration) -> tuple[int, ...]:
             knobs.persistent)  # fmt: skip
 
 
-def _least(lacks: npt.NDArray[np.int64], away: npt.NDArray[np.int64]) -> Room:
+def _smallest_deficit(lacks: npt.NDArray[np.int64], away: npt.NDArray[np.int64]) -> TierBytes:
     """What the configuration lacks that lacks least: on the device, or where that does, there."""
     total = np.maximum(lacks, 0) + np.maximum(away, 0)
     at = np.unravel_index(int(total.argmin()), total.shape)
-    return Room(max(0, int(lacks[at])), max(0, int(away[at])))
+    return TierBytes(max(0, int(lacks[at])), max(0, int(away[at])))

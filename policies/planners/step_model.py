@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.contract.layout import Mode
+from engine.contract.plan import COMPUTE_LANE, HOST_LANE
 from policies.planners.blocks import Blocks, Configuration, Placement, modes_of_blocks
 from policies.planners.step_quotes import QuotedCopy, QuotedStep
 from policies.training.cycle import fetch_turn
@@ -248,6 +249,19 @@ class StepModel:
         Returns:
             Nanoseconds, by placement and configuration.
         """
+        lanes = self.lanes_ns(persistent, buffers)
+        return np.asarray(np.maximum.reduce(np.broadcast_arrays(*lanes.values())), np.int64)
+
+    def lanes_ns(self, persistent: Ints, buffers: Ints) -> dict[str, Ints]:
+        """What each lane does in a step, at the least: copies as if they met no others.
+
+        Args:
+            persistent: chunks of blocks that persist.
+            buffers: other chunks with weights on the device.
+
+        Returns:
+            By the name of the lane, nanoseconds by placement and configuration.
+        """
         quotes, own, modes = self.quotes, self.blocks.chunks, self.placements.modes
         job, layout = quotes.job, quotes.layout
         fields = ("forward_ns", "again_ns", "backward_ns")
@@ -264,21 +278,20 @@ class StepModel:
         host = from_first([c.host_ns or 0 for c in chunks])
         out = from_first([c.out.alone_ns for c in chunks])
         load = from_first([c.load.alone_ns for c in chunks])
-        away = modes == MODES.index(Mode.OFFLOAD)
+        away = self.leaves_at < NEVER
         swaps = [[quotes.swap(u, is_out).alone_ns for u in range(len(layout.units))]
                  for is_out in (True, False)]  # fmt: skip
         sent, came = (away @ np.array(each, np.int64) * job.microbatches for each in swaps)
         passing = len(own) - persistent
-        loads = load[-1] - load[persistent]  # each once, and those without a buffer at the turn
+        loads = np.where(self._is_frozen, 0, load[-1] - load[persistent])  # each once
         least = min([c.load.alone_ns for c in chunks], default=0)
-        again = np.maximum(0, passing - np.minimum(buffers, passing)) * least
-        lanes = (
-            launches[:, None] + here[None, :],
-            (host[-1] - host[persistent])[None, :] + 0 * launches[:, None],
-            sent[:, None] + (out[-1] - out[persistent])[None, :],
-            came[:, None] + np.where(self._is_frozen, 0, loads)[None, :] + again[None, :],
-        )
-        return np.asarray(np.maximum.reduce(np.broadcast_arrays(*lanes)), np.int64)
+        again = np.maximum(0, passing - np.minimum(buffers, passing)) * least  # not at the turn
+        return {
+            COMPUTE_LANE: launches[:, None] + here[None, :],
+            HOST_LANE: (host[-1] - host[persistent])[None, :] + 0 * launches[:, None],
+            "gpu->host": sent[:, None] + (out[-1] - out[persistent])[None, :],
+            "host->gpu": came[:, None] + loads[None, :] + again[None, :],
+        }
 
     @cached_property
     def _is_frozen(self) -> bool:

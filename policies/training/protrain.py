@@ -122,7 +122,7 @@ class _Step:
         for c in touched:
             if c in layout.persistent:
                 continue
-            if link.work is Work.BACKWARD and self._ends(c, link.part):
+            if link.work is Work.BACKWARD and self._is_last_adder(c, link.part):
                 place = gradient(job_id, c, device=self.here)
                 if device.holds(place):
                     device.evict(place)
@@ -144,7 +144,7 @@ class _Step:
                 if device.holds(place) and device.holds(device.elsewhere(place)):
                     device.evict(place)
 
-    def _ends(self, chunk: int, unit: int) -> bool:
+    def _is_last_adder(self, chunk: int, unit: int) -> bool:
         """Whether a backward is the last of its microbatch that adds to a chunk's gradients."""
         users = self.training.trained_by.get(chunk, ())
         return bool(users) and min(users) == unit

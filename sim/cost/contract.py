@@ -578,8 +578,7 @@ class PolicyCost:
             ValueError: the cost has no price for it.
         """
         copy = Copy(kv_place(0, *source), kv_place(0, *target))  # prices know directions and bytes
-        ns = self.cost.copy_ns(Launch(copy, nbytes=nbytes), contended)
-        return ns if self.pace == 1.0 else round(self.pace * ns)
+        return round(self.pace * self.cost.copy_ns(Launch(copy, nbytes=nbytes), contended))
 
     def launch_ns(self, launch: Launch) -> int:
         """Predicted duration of a launch as it was issued.
@@ -599,4 +598,4 @@ class PolicyCost:
             ns = self.cost.collective_ns(launch)
         else:
             ns = self.cost.compute_ns(launch)
-        return ns if self.pace == 1.0 else round(self.pace * ns)
+        return round(self.pace * ns)

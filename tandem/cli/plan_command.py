@@ -19,6 +19,7 @@ from sim.cost.contract import LaunchCost
 from sim.cost.scaled import SlowerCopies
 from sim.executor import SimExecutor
 from tandem.cli.catalog import with_axes
+from tandem.cli.plan_choice import choice_lines, write_surface
 from tandem.cli.terminal import (
     Overrides,
     largest_model_lines,
@@ -46,6 +47,7 @@ EXAMPLES = """examples:
   tandem plan trace=none training=sample policy=zero3_offload budget.device_bytes=70000000
   tandem plan trace=none training=sample policy=zero_offload,zero3_offload model=tiny_llama,gpt2
   tandem plan experiment=max_scale policy=patrickstar   (the models that its yaml sweeps)
+  tandem plan trace=none training=sample policy=protrain --surface surface.csv
 """
 
 
@@ -187,11 +189,15 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--no-largest", action="store_true", help="do not look for larger models")
     parser.add_argument("--config-dir", help="a folder of your own yaml files")
+    about = "write all that policy=protrain chose from to this CSV file: times and peaks"
+    parser.add_argument("--surface", type=Path, metavar="FILE", help=about)
     about = "as for tandem run, or KEY=a,b,c as for tandem sweep"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
     chosen = parser.parse_intermixed_args(words)
     grid = grid_of([*with_axes(chosen.overrides), "backend=sim"], chosen.config_dir)
     if grid.axes:
+        if chosen.surface is not None:
+            raise ValueError("--surface is of one point: give each key one value")
         return tell(grid)
     (point,) = grid.points()
     try:
@@ -203,8 +209,19 @@ def main(words: Sequence[str]) -> int:
         _tell_max_layers(point, chosen.no_largest)
         return 1
     print(told(found))
+    for line in choice_lines(point, found.run_spec):
+        print(line)
+    if chosen.surface is not None:
+        _tell_surface(point, found.run_spec, chosen.surface)
     _tell_max_layers(point, chosen.no_largest)
     return 0
+
+
+def _tell_surface(point: ComposedConfig, run_spec: RunSpec, path: Path) -> None:
+    count = write_surface(point, run_spec, path)
+    if count is None:
+        raise ValueError("--surface is of a planner that searches: take policy=protrain")
+    print(f"surface: {count:,} configurations in {path}")
 
 
 def told(found: PlannedRun) -> str:

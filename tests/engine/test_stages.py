@@ -243,7 +243,7 @@ def test_pipelines_obey_the_laws_and_repeat_their_plans(
         assert all([log == logs[0] for log in logs])
 
 
-def step_ends(run: Replay) -> list[int]:
+def step_times(run: Replay) -> list[int]:
     return [row["end_ns"] for row in run.rows("training")]
 
 
@@ -253,7 +253,7 @@ def test_a_flush_costs_the_bubble_and_two_versions_have_none(d: int, m: int) -> 
     weights. Copies of 1 ns and updates come on top: 0.1 % is more than all of them."""
     turn = NS[F] + NS[B]
     for name, turns in (("gpipe", m + d - 1), ("flush", m + d - 1), ("2bw", m)):
-        ends = step_ends(pipeline(name, d, m, steps=6, each=2))
+        ends = step_times(pipeline(name, d, m, steps=6, each=2))
         steady = (ends[-2] - ends[1]) / (len(ends) - 3)
         assert steady == pytest.approx(turns * turn * 2, rel=1e-3), name
 
@@ -301,7 +301,7 @@ def test_shards_run_on_any_device(devices: int, depth: int) -> None:
     done = run(0.0)
     used = {span.op.device for span in done.recorder.spans if isinstance(span.op, Compute)}
     assert used == set(range(devices))
-    assert len(step_ends(done)) == 4
+    assert len(step_times(done)) == 4
     run(0.4)
 
 

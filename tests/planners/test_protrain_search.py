@@ -12,7 +12,7 @@ from engine.contract.layout import Mode
 from engine.contract.regions import Tier
 from policies.planners.blocks import Blocks, Configuration, block_chunks, modes_of_blocks
 from policies.planners.protrain import ProTrainLayout
-from policies.planners.search import Room, Space, TimedConfiguration, rank
+from policies.planners.search import Space, TierBytes, TimedConfiguration, rank
 from policies.training.out_of_memory import OutOfMemory
 from sim.cost.contract import PolicyCost
 from tandem.config.compose import composed
@@ -40,19 +40,20 @@ BASE = ("trace=none", "training=random", "policy=protrain", "training.num_steps=
 ANY = ("planner.persistent=0", "planner.buffers=1", "planner.swaps=0", "planner.checkpoints=0")
 
 
-def setting(*words: str) -> RunSpec:
+def configured(*words: str) -> RunSpec:
     return run_spec_of(composed([*BASE, *words]))
 
 
 @cache
 def space_of(words: tuple[str, ...], planner: ProTrainLayout | None = None) -> Space:
-    found = setting(*words, *ANY)
+    found = configured(*words, *ANY)
     (trainee,) = found.trainees
     cost = PolicyCost(found.quotes, lambda place: 0)
     return (planner or ProTrainLayout()).space(trainee.shape, trainee.job, cost)[0]
 
 
 def everything(space: Space) -> list[TimedConfiguration]:
+    """In the order of placements, not of time."""
     persistent, buffers = space.pairs()
     count = len(space.model.placements.pairs)
     placement, pair = np.divmod(np.arange(count * len(persistent)), len(persistent))
@@ -63,7 +64,7 @@ def simulated(words: tuple[str, ...], one: TimedConfiguration) -> tuple[float, i
     """Nanoseconds of a step, and the device's peak, in the memory that the planner asks for."""
     fields = zip(one.knobs._fields, one.knobs, strict=True)
     given = [f"planner.{name}={value}" for name, value in fields]
-    found = setting(*words, *given, f"budget.device_bytes={one.peak_bytes}")
+    found = configured(*words, *given, f"budget.device_bytes={one.peak_bytes}")
     assert found.room.capacity_bytes[GPU] == one.peak_bytes
     with backend_of(found, composed([*BASE, *words]).config["backend"]) as backend:
         engine = engine_of(found, backend)
@@ -97,14 +98,16 @@ def test_the_search_finds_what_brute_force_finds(words: tuple[str, ...]) -> None
     found = everything(space)
     most = max([one.peak_bytes for one in found])
     for tenth in range(1, 11):
-        room = Room(most * tenth // 10, 1 << 40)
+        room = TierBytes(most * tenth // 10, 1 << 40)
         fits = [one for one in found if one.peak_bytes <= room.device_bytes]
-        best, lacks = space.best(room)
-        assert best == (min(fits, key=rank) if fits else None)
-        if best is None:
+        search = space.search(room, 5)
+        assert search.found == tuple(sorted(fits, key=rank)[:5])
+        assert (search.num_fitting, search.num_all) == (len(fits), len(found))
+        if not fits:
             least = min([one.peak_bytes for one in found])
-            assert lacks == Room(least - room.device_bytes, 0)
+            assert search.lacks == TierBytes(least - room.device_bytes, 0)
             continue
+        best = search.found[0]
         assert before is None or best.step_ns <= before
         before = best.step_ns
     assert before is not None
@@ -113,11 +116,11 @@ def test_the_search_finds_what_brute_force_finds(words: tuple[str, ...]) -> None
 def test_the_host_bounds_what_passes_through_buffers() -> None:
     space = space_of(CPU)
     found = everything(space)
-    room = Room(1 << 40, sorted({one.host_bytes for one in found})[1])
-    best, _ = space.best(room)
-    assert best is not None and best.host_bytes <= room.host_bytes
+    room = TierBytes(1 << 40, sorted({one.host_bytes for one in found})[1])
+    (best,) = space.search(room).found
+    assert best.host_bytes <= room.host_bytes
     assert best.knobs.persistent > 0
-    assert space.best(Room(1 << 40, -1)) == (None, Room(0, 1))
+    assert space.search(TierBytes(1 << 40, -1)).lacks == TierBytes(0, 1)
 
 
 def test_a_choice_is_near_the_best_that_the_simulator_finds() -> None:
@@ -126,10 +129,9 @@ def test_a_choice_is_near_the_best_that_the_simulator_finds() -> None:
     found = everything(space)
     peaks = sorted([one.peak_bytes for one in found])
     for share in (0.1, 0.4):
-        room = Room(peaks[int(share * len(peaks))], 1 << 40)
+        room = TierBytes(peaks[int(share * len(peaks))], 1 << 40)
         fits = sorted([one for one in found if one.peak_bytes <= room.device_bytes], key=rank)
-        best, _ = space.best(room)
-        assert best == fits[0]
+        assert space.search(room).found == (fits[0],)
         times = [simulated(SLOW_LINK, one)[0] for one in fits[:60:4]]
         assert times[0] <= 1.03 * min(times)
 
@@ -156,17 +158,17 @@ def test_a_20b_model_is_searched_within_a_second() -> None:
             return super().timed(persistent, buffers, placement)
 
     counting = Counting(space.model, space.persistent, space.buffers)
-    best, _ = counting.best(Room(70 << 30, 1 << 40))
-    assert best is not None and best.knobs.swaps > 0, "swaps win with long sequences"
+    (best,) = counting.search(TierBytes(70 << 30, 1 << 40)).found
+    assert best.knobs.swaps > 0, "swaps win with long sequences"
     assert sum(timed) < len(space.model.placements.pairs) * len(space.pairs()[0]) / 2
 
 
 def test_refusals_name_the_least_deficit() -> None:
     found = everything(space_of(CPU))
     least = min([one.peak_bytes for one in found])
-    setting(*CPU, f"budget.device_bytes={least}")
+    configured(*CPU, f"budget.device_bytes={least}")
     with pytest.raises(OutOfMemory, match="gpu:0 is at least 1,000 bytes short"):
-        setting(*CPU, f"budget.device_bytes={least - 1000}")
+        configured(*CPU, f"budget.device_bytes={least - 1000}")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_refusals_name_the_least_deficit() -> None:
 )
 def test_wrong_knobs_are_told(words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        setting(*CPU, *words)
+        configured(*CPU, *words)
 
 
 # ---- layout
@@ -202,7 +204,7 @@ def test_a_block_that_offloads_is_followed_by_blocks_that_compute_again() -> Non
 
 
 def test_chunks_follow_the_order_of_execution_and_keep_a_block_together() -> None:
-    found = setting(*CPU, *ANY)
+    found = configured(*CPU, *ANY)
     shape = found.trainees[0].shape
     one = block_chunks(shape, 1)
     assert len(one) == 10 and one[0] == list(shape.units[0].parameters)
@@ -213,7 +215,7 @@ def test_chunks_follow_the_order_of_execution_and_keep_a_block_together() -> Non
 
 
 def test_adapters_always_persist_and_frozen_blocks_pass() -> None:
-    found = setting(*CPU, "training/recipe=lora", *ANY)
+    found = configured(*CPU, "training/recipe=lora", *ANY)
     layout = found.room.layout.training[found.trainees[0].job.job_id]
     passing = [c for c in range(len(layout.chunks)) if c not in layout.persistent]
     assert passing and not any([layout.chunks[c].trains for c in passing])
@@ -221,7 +223,7 @@ def test_adapters_always_persist_and_frozen_blocks_pass() -> None:
 
 
 def test_planners_are_quoted_copies_by_direction_and_bytes() -> None:
-    found = setting(*A100, *ANY)
+    found = configured(*A100, *ANY)
     cost = PolicyCost(found.quotes, lambda place: 0)
     host, device = (Tier.HOST, 0), (Tier.GPU, 0)
     alone = cost.copy_ns(host, device, 1 << 30)
