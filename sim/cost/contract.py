@@ -592,10 +592,9 @@ class PolicyCost:
         Raises:
             ValueError: the cost has no price for it.
         """
+        price: Callable[[Launch], int] = self.cost.compute_ns
         if isinstance(launch.op, Copy):
-            ns = self.cost.copy_ns(launch)
+            price = self.cost.copy_ns
         elif isinstance(launch.op, Collective):
-            ns = self.cost.collective_ns(launch)
-        else:
-            ns = self.cost.compute_ns(launch)
-        return round(self.pace * ns)
+            price = self.cost.collective_ns
+        return round(self.pace * price(launch))

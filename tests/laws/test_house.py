@@ -32,7 +32,7 @@ FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
     "engine": 50,  # tenants, adapters; progress of training and records apart from jobs
     "runtime": 49,  # finetuning beside requests, requests through adapters
-    "tandem": 42,  # the choice of a planner that searches; a verb of its own with the protocol of fidelity behind it
+    "tandem": 42,  # the protocol of fidelity; the choice of a planner that searches
     "traces": 31,  # samples, and feedback as samples
     "policies": 51,  # co-serving and its rivals, adapters of requests, records, ProTrain
     "sim": 24,  # windows, adapters of requests, and the shape of a launch apart from its price
