@@ -538,7 +538,7 @@ class _Reading:
 
     def _check_state(self, place: Place, piece: Slice, training: TrainingProgress) -> None:
         """Optimizer states are the newest, or begin with the first update, empty."""
-        is_first = not training.updated[place.region.part]
+        is_first = training.updated[place.region.part] == training.spec.begun_steps
         is_new = is_first and place.region not in self._contract.resident
         if not (is_new and self._newest(place) <= 0):
             self._check_read(place, piece)

@@ -141,7 +141,7 @@ class TrainingProgress:
         first = 0 if layout is None else layout.first
         units = range(spec.num_units)
         trained_by = {u: (u,) for u in units} if layout is None else layout.trained_by
-        updated = dict.fromkeys(trained_by, 0)
+        updated = dict.fromkeys(trained_by, spec.begun_steps)
         object.__setattr__(self, "spec", spec)
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "first", first)
@@ -149,7 +149,7 @@ class TrainingProgress:
         object.__setattr__(self, "records", records)
         object.__setattr__(self, "_adopted", {})
         object.__setattr__(self, "released", sum([not s.release_ns for s in spec.samples]))
-        object.__setattr__(self, "step", 0)
+        object.__setattr__(self, "step", spec.begun_steps)
         object.__setattr__(self, "_updated", updated)
         object.__setattr__(self, "updated", MappingProxyType(updated))
         object.__setattr__(self, "_forward", {})
@@ -159,8 +159,9 @@ class TrainingProgress:
         if not stages and not spec.finetunes:
             stages = (one_stage(spec, trained_by, first),)
         object.__setattr__(self, "stages", stages)
-        object.__setattr__(self, "_cursors", [0] * len(stages))
-        object.__setattr__(self, "_trained", 0)
+        begun = [spec.begun_steps * len(stage.period) for stage in stages]
+        object.__setattr__(self, "_cursors", begun)
+        object.__setattr__(self, "_trained", spec.begun_steps * spec.microbatches)
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_write(f"{name} of training job {self.spec.job_id}")

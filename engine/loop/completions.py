@@ -265,10 +265,9 @@ def check_end(
     if lengths:
         raise BrokenLaw(f"law 1: requests end with other lengths than theirs: {_some(lengths)}")
     for job, steps in training:
-        if steps != job.num_steps and not job.until_served:
-            raise BrokenLaw(
-                f"law 1: training job {job.job_id} ends after {steps} of {job.num_steps} steps"
-            )
+        due = job.num_steps - job.begun_steps
+        if steps != due and not job.until_served:
+            raise BrokenLaw(f"law 1: training job {job.job_id} ends after {steps} of {due} steps")
     rest = [p for p in held if not _may_stay(p, resident) and p.region.owner not in ended]
     if rest:
         raise BrokenLaw(f"law 2: the replay ends and {_some(rest)} is held")

@@ -12,6 +12,7 @@ from engine.contract.plan import HOST_LANE, Compute, Copy, Slice
 from engine.contract.regions import Kind, Place, Pool, Tier, Work
 from runtime.executors.machine import Machine, Tokens
 from runtime.serving.kv import Arena
+from runtime.training.checkpoint import CheckpointWriter
 from runtime.training.saved import Graph
 from runtime.training.store import RegionStore
 from runtime.training.trainer import Trainer
@@ -108,6 +109,10 @@ class TrainingMachine(Machine[IssuedTraining]):
     def outputs(self, job_id: int) -> list[int]:
         """See Machine: training generates no tokens."""
         return []
+
+    def write_checkpoints(self, job_id: int, writer: CheckpointWriter) -> None:
+        """Has a job write checkpoints behind its steps."""
+        self._trainers[job_id].checkpoints = writer
 
     def weights(self, job_id: int) -> Mapping[str, Tensor]:
         """The newest weights of a job by the model's names."""

@@ -10,6 +10,7 @@ from torch import Tensor, UntypedStorage
 
 from engine.contract import regions
 from engine.contract.regions import Region
+from runtime.training.checkpoint import SavedStates
 from runtime.training.store import (
     LostContents,
     RegionStore,
@@ -58,6 +59,7 @@ class ModelStates:
         dtype: torch.dtype,
         num_sections: int,
         in_windows: bool = False,
+        saved: SavedStates | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +71,7 @@ class ModelStates:
             num_sections: Of optimizer states, see Optimizer.num_sections.
             in_windows: The job finetunes in windows: what is frozen is in no chunk and stays where
                 it is, and gradients have other places.
+            saved: What the states begin with, of a job that is resumed; None: with the model's.
 
         Raises:
             ValueError: A parameter is in no chunk or in two, or a chunk mixes frozen and trained
@@ -83,6 +86,9 @@ class ModelStates:
         self.sizes = [[self.parameters[p].numel() for p in own] for own in self.chunks]
         self.pending: set[int] = set()  # chunks with gradients that no update has used
         self.has_ended = False
+        self._saved_sections: dict[int, Sequence[Tensor]] = {}  # still to be read
+        if saved is not None:
+            self._take_over(saved)
         self._names = _names(model, self.parameters)
         self._first: dict[int, Tensor] = {}  # initial contents that are still to be read
         self._readers: dict[int, int] = {}  # per chunk: how many regions have yet to read them
@@ -91,6 +97,38 @@ class ModelStates:
         self._home_states: dict[int, Own[Sequence[Tensor]]] = {}  # optimizer states by chunk
         for chunk in range(len(self.chunks)):
             self._bind(chunk)
+
+    def _take_over(self, saved: SavedStates) -> None:
+        """The states begin as they were saved. ValueError where parameters are others."""
+        sizes = {p: part.numel() for p, part in saved.weights.items()}
+        own = {p: parameter.numel() for p, parameter in enumerate(self.parameters)}
+        if sizes != own:
+            raise ValueError("the checkpoint has parameters of other sizes than the model")
+        for p, part in saved.weights.items():
+            parameter = self.parameters[p]
+            parameter.data = part.view(parameter.shape).to(parameter.dtype)
+        self._saved_sections = dict(saved.sections)
+
+    def saved(self, draws: Tensor) -> SavedStates:
+        """Copies of all states, where each chunk's update of a step has ended.
+
+        Args:
+            draws: The state of the generator of dropout.
+
+        Returns:
+            Weights and optimizer states by parameter.
+        """
+        weights, sections = dict[int, Tensor](), dict[int, list[Tensor]]()
+        for chunk, own in enumerate(self.chunks):
+            storage = present(self._store.newest(self.weight(chunk)))
+            weights.update(zip(own, self._copies(chunk, storage), strict=True))
+            if not (self.trains[chunk] and self._num_sections):
+                continue
+            states = present(self._store.newest(self.optimizer(chunk)))
+            for section in self.sections(chunk, states):
+                for p, part in zip(own, section, strict=True):
+                    sections.setdefault(p, []).append(part.to("cpu", copy=True))
+        return SavedStates(weights, sections, draws)
 
     @property
     def may_end(self) -> bool:
@@ -194,6 +232,9 @@ class ModelStates:
                 part.zero_()
             if self.has_master:
                 self._read_first(chunk, sections[0])
+            for i, p in enumerate(self.chunks[chunk]):
+                for section, part in zip(sections, self._saved_sections.pop(p, ()), strict=False):
+                    section[i].copy_(part)
 
         def before_loss(_: UntypedStorage) -> None:
             if not self.may_end:

@@ -18,6 +18,7 @@ from engine.contract.regions import Tier
 from models.spec import ModelSpec
 from runtime.serving.model import hf_config
 from runtime.training.activations import Activations
+from runtime.training.checkpoint import CheckpointWriter, SavedStates
 from runtime.training.model_states import ModelStates
 from runtime.training.optimizer import Gradients, Optimizer, Sums
 from runtime.training.saved import Graph, Stash
@@ -114,6 +115,8 @@ class Trainer:
         microbatches: int = 1,
         reuses_weights: bool = False,
         has_update: bool = True,
+        begun_steps: int = 0,
+        saved: SavedStates | None = None,
     ) -> None:
         """
         Args:
@@ -128,6 +131,8 @@ class Trainer:
             reuses_weights: Gradients take the storages of their weights until the update, as in
                 PatrickStar.
             has_update: False: a step ends with its last backward and its gradients are dropped.
+            begun_steps: Steps that were done before.
+            saved: The states then; None where the job begins anew.
 
         Raises:
             ValueError: Gradients cannot take the storages of weights, or the chunks do not hold
@@ -145,7 +150,7 @@ class Trainer:
         self.units = units = Units(model.train())
         self._optimizer = Optimizer(recipe, num_steps)
         dtype, sections = getattr(torch, recipe.dtype), self._optimizer.num_sections
-        self._states = ModelStates(job_id, model, chunks, store, dtype, sections)
+        self._states = ModelStates(job_id, model, chunks, store, dtype, sections, saved=saved)
         self._activations = Activations(job_id, units.num_units, units.hidden_size, dtype, store)
         chunk_of = self._states.chunk_of
         self._read = [sorted({chunk_of[p] for p in own}) for own in units.parameters]
@@ -153,13 +158,17 @@ class Trainer:
         self._gradients = Gradients(uses, microbatches, recipe.clip_norm, reuses_weights)
         self._sums = Sums(self._states, self._gradients, store, units.trained_of, reuses_weights)
         self._norm = regions.norm(job_id).region
-        self._draws = Draws(recipe.seed, store.device, lowest=units.first)
+        drawn = None if saved is None else saved.draws
+        self._draws = Draws(recipe.seed, store.device, units.first, drawn)
+        self._drawn: dict[int, Tensor] = {}  # by step, what its first forward draws from
+        self.checkpoints: CheckpointWriter | None = None
         self._ids: dict[int, Tensor] = {}  # of microbatches in flight
         # Pinned on the host, so that copies without a wait can write them.
         self._losses = torch.full(
             (num_steps * microbatches,), torch.nan, pin_memory=store.device.type == "cuda"
         )
-        self._updates: Counter[int] = Counter()  # per chunk
+        trained = [c for c, trains in enumerate(self._states.trains) if trains]
+        self._updates = Counter(dict.fromkeys(trained, begun_steps))  # per chunk
         self._due = set(self._sums.chunks)  # still to be updated in this step
         self._has_update, self._lock = has_update, Lock()
 
@@ -174,6 +183,9 @@ class Trainer:
         """
         launch = f"F({unit}, {microbatch}) of job {self.job_id}"
         self._check_weights(unit, microbatch, launch)
+        step, behind = divmod(microbatch, self._microbatches)
+        if not (unit or behind or again):
+            self._drawn = {step: self._draws.state}
         ids, first = self._ids_of(microbatch), self.units.first
         hidden = self._activations.input(unit, microbatch, ids.shape, launch) if unit else None
         records = unit >= first and (again or keeps is not Mode.RECOMPUTE)
@@ -309,5 +321,9 @@ class Trainer:
                 self._end_step(step)
 
     def _end_step(self, step: int) -> None:
+        writer, done = self.checkpoints, step + 1
+        if writer is not None and writer.is_due(done):
+            drawn = self._drawn.get(done, self._draws.state)  # the next step may have begun
+            writer.write(done, self._states.saved(drawn))
         self._gradients.begin_step()
         self._states.has_ended = step + 1 == self._num_steps

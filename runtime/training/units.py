@@ -20,16 +20,24 @@ class Draws:
     state is kept.
     """
 
-    def __init__(self, seed: int, device: torch.device, lowest: int) -> None:
+    def __init__(
+        self, seed: int, device: torch.device, lowest: int, state: Tensor | None = None
+    ) -> None:
+        """`state` is that of a job that is resumed; None: it begins with the seed."""
         own = torch.Generator(device)
         own.manual_seed(seed)
-        self._state = own.get_state()
+        self._state = own.get_state() if state is None else state
         self._generator = torch.default_generator
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index or 0]
         self._lowest = lowest
         self._before: dict[tuple[int, int], Tensor] = {}  # (microbatch, unit): state it began with
         self._last = (-1, -1)
+
+    @property
+    def state(self) -> Tensor:
+        """What the next forward draws from."""
+        return self._state
 
     @contextmanager
     def first(self, unit: int, microbatch: int) -> Iterator[None]:

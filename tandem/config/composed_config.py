@@ -51,6 +51,7 @@ PATHS = (
     "arrival.path",
     "backend.tokenizer",
     "training.data.path",
+    "training.resume",
     "training.data.tokenizer",
 )
 

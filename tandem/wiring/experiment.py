@@ -33,7 +33,7 @@ from tandem.wiring.folder import (
     write_json,
     write_status,
 )
-from tandem.wiring.machines import pages_of
+from tandem.wiring.machines import pages_of, save_models, writes_checkpoints
 from tandem.wiring.run_spec import RunSpec, run_spec_of
 from tandem.wiring.workload import trace_hash
 from traces.files import seal, write_text
@@ -75,7 +75,12 @@ def _carried_out(
         return replay_server(run_spec, config["backend"], folder, shows_progress)
     keeps = keeps_steps(config)
     with backend_of(run_spec, config["backend"]) as backend:
-        return replay(run_spec, backend, folder, shows_progress, keeps)
+        if backend.machine is None:
+            return replay(run_spec, backend, folder, shows_progress, keeps)
+        writes_checkpoints(run_spec, backend.machine, folder)
+        notes = replay(run_spec, backend, folder, shows_progress, keeps)
+        save_models(run_spec, backend.machine, folder)
+        return notes
 
 
 def replay(
@@ -250,7 +255,9 @@ def _trained(run_spec: RunSpec) -> dict[str, Any]:
         "parameters": sum(numbers),
         "chunks": len(chunks),
         "state_bytes": sum(states),
-        "train_steps_asked": sum(trainee.job.num_steps for trainee in run_spec.trainees),
+        "train_steps_asked": sum(
+            trainee.job.num_steps - trainee.job.begun_steps for trainee in run_spec.trainees
+        ),
         "capacity_bytes": {f"{tier}:{device}": nbytes for (tier, device), nbytes in capacity},
     }
 

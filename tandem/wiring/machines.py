@@ -18,6 +18,8 @@ from tandem.wiring.budget import MIB
 from tandem.wiring.run_spec import RunSpec
 from tandem.wiring.workload import warn_of_ids
 from traces.serving.request import prompt_of
+from traces.training.checkpoints import FOLDER, facts_of
+from traces.training.job import Training
 
 if TYPE_CHECKING:  # torch comes with them
     from runtime.executors.machine import Machine
@@ -26,6 +28,7 @@ if TYPE_CHECKING:  # torch comes with them
     from runtime.training.machine import TrainingMachine
 
 MANY = 10**9  # parameters: they take half a minute to draw
+MODEL = "model"  # in the folder of a run: what it has trained
 log = logging.getLogger(__name__)
 
 
@@ -193,6 +196,7 @@ def training_machine(run_spec: RunSpec, device: str = "cpu") -> TrainingMachine 
     """What trains on a device, memory as the planner laid it out; None without training."""
     if not run_spec.trainees:
         return None
+    from runtime.training.checkpoint import saved_states
     from runtime.training.machine import TrainingMachine
     from runtime.training.store import RegionStore
     from runtime.training.trainer import Trainer, build_trainee
@@ -212,8 +216,48 @@ def training_machine(run_spec: RunSpec, device: str = "cpu") -> TrainingMachine 
             *how,
             reuses_weights=reuses,
             has_update=job.has_update,
+            begun_steps=job.begun_steps,
+            saved=saved_states(trainee.checkpoint.folder) if trainee.checkpoint else None,
         )
     return TrainingMachine(trainers, store, layout.places)
+
+
+def writes_checkpoints(run_spec: RunSpec, machine: Machine[Any], folder: Path) -> None:
+    """Has each job that trains whole microbatches write its checkpoints into a run's folder."""
+    from runtime.training.checkpoint import CheckpointWriter
+    from runtime.training.machine import TrainingMachine
+
+    for part in machine.parts:
+        if not isinstance(part, TrainingMachine):
+            continue
+        for trainee in run_spec.trainees:
+            asked, job = trainee.asked, trainee.job
+            if isinstance(asked, Training) and asked.checkpoint_every:
+                writer = CheckpointWriter(
+                    folder / FOLDER, asked.checkpoint_every, facts_of(job), asked.checkpoints_kept
+                )
+                part.write_checkpoints(job.job_id, writer)
+
+
+def save_models(run_spec: RunSpec, machine: Machine[Any], folder: Path) -> None:
+    """Saves what was trained where its job asks for it, such that `from_pretrained` loads it.
+
+    Adapters are saved as peft saves them, without the frozen weights.
+    """
+    from runtime.training.machine import TrainingMachine
+    from runtime.training.trainer import build_trainee
+
+    for part in machine.parts:
+        if not isinstance(part, TrainingMachine):
+            continue
+        for trainee in run_spec.trainees:
+            if isinstance(trainee.asked, Training) and trainee.asked.save_model:
+                model = build_trainee(trainee.spec, trainee.job.recipe, run_spec.seed)
+                weights = part.weights(trainee.job.job_id)
+                missing, unknown = model.load_state_dict(weights, strict=False)
+                lost = {name for name, _ in model.named_parameters()} & {*missing}
+                assert not lost and not unknown, "buffers alone are no weights"
+                model.save_pretrained(folder / MODEL)
 
 
 def machines(

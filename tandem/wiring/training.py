@@ -26,6 +26,7 @@ from tandem.wiring.budget import advised_line
 from traces.files import checked_text
 from traces.serving.request import Request, TrainingJob
 from traces.training.batches import ROWS_DROPPED, Batches
+from traces.training.checkpoints import Checkpoint
 from traces.training.job import Training
 from traces.training.samples import Finetuning
 
@@ -46,6 +47,8 @@ class Trainee:
     spec: ModelSpec
     shape: TrainingShape
     batches: Batches
+    asked: Training | Finetuning | None = None
+    checkpoint: Checkpoint | None = None  # behind which it goes on
 
     @property
     def frozen_bytes(self) -> int:
@@ -107,7 +110,7 @@ def _trainee(
     replayed: Path | None = None,
 ) -> Trainee:
     """The job of that number, with its data; `replayed` is the folder of a run played back."""
-    units = own.num_layers + 2
+    units, checkpoint = own.num_layers + 2, None
     if isinstance(asked, Finetuning):
         job = asked.job(number, units, own.name, cache)
         if replayed is not None:
@@ -115,13 +118,16 @@ def _trainee(
         shape = finetuning_shape(own, job)
     else:
         job = replace(asked.job(number, units, own.name), ranks=ranks)
+        if (checkpoint := asked.checkpoint()) is not None:
+            checkpoint.check(job)
+            job = replace(job, begun_steps=checkpoint.step)
         shape = training_shape(own, job)
     batches = asked.batches(job, own.vocab_size, cache)
     _warn_of_warmup(job)
     if getattr(asked.data, "tokenizer", None) is not None:  # else it was told at the import
         _warn_of_rows(batches.account(), job)
     _warn_of_ids(batches.account(), job, own)
-    return Trainee(job, own, shape, batches)
+    return Trainee(job, own, shape, batches, asked, checkpoint)
 
 
 def as_learned(job: TrainingJob, run: Path) -> TrainingJob:

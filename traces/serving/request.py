@@ -143,6 +143,8 @@ class TrainingJob:
     A job that `learns` has samples that are feedback on requests, in the order of the requests. It
     trains on each once, in the order in which they come. It may use a record of a request whose
     weights are up to `staleness` updates behind its own.
+
+    A job that was resumed has `begun_steps` steps behind it, which count among `num_steps`.
     """
 
     job_id: int
@@ -164,9 +166,10 @@ class TrainingJob:
     publish_every: int = 1
     learns: bool = False
     staleness: int = 0
+    begun_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("job_id", "arrival_ns", "staleness"):
+        for name in ("job_id", "arrival_ns", "staleness", "begun_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training job {self.job_id}: {name} must be at least 0")
         counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks", "publish_every")
@@ -174,6 +177,11 @@ class TrainingJob:
             if getattr(self, name) < 1:
                 given = f"{name}={getattr(self, name)}"
                 raise ValueError(f"training job {self.job_id}: {given}: it must be at least 1")
+        if self.begun_steps >= self.num_steps:
+            raise ValueError(
+                f"training job {self.job_id}: {self.begun_steps} of {self.num_steps} steps are "
+                "done: nothing is left to train"
+            )
         if self.sequence_tokens < 2:
             raise ValueError(
                 f"training job {self.job_id}: sequence_tokens must be at least 2: the loss is over "

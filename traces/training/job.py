@@ -12,6 +12,7 @@ from traces.serving.recorded_times import UNITS_NS
 from traces.serving.request import TrainingJob
 from traces.store import read_sidecar, sidecar_path
 from traces.training.batches import Batches, PackedBatches, RandomBatches, pack
+from traces.training.checkpoints import Checkpoint, newest_checkpoint
 from traces.training.recipe import Recipe
 from traces.training.text_store import read_documents
 
@@ -112,12 +113,41 @@ class TrainingWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Training(TrainingWork):
-    """A job whose microbatches are `sequences` sequences of `sequence_tokens` each."""
+    """A job whose microbatches are `sequences` sequences of `sequence_tokens` each.
+
+    Where it is really trained, a checkpoint follows each `checkpoint_every`-th step (0: none), of
+    which `checkpoints_kept` stay, and with `save_model` the run keeps what it has trained. `resume`
+    is the folder of a run, or of a checkpoint, behind which the job goes on.
+    """
 
     data: Data
     sequences: int = 1
     num_steps: int = 1
     has_update: bool = True
+    checkpoint_every: int = 0
+    checkpoints_kept: int = 2
+    save_model: bool = False
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 0 or self.checkpoints_kept < 1:
+            raise ValueError(
+                f"training: checkpoint_every={self.checkpoint_every} must be at least 0, and "
+                f"checkpoints_kept={self.checkpoints_kept} at least 1"
+            )
+        if (self.checkpoint_every or self.resume) and not self.has_update:
+            raise ValueError(
+                "training.has_update=false: no step changes a weight, so there is nothing to save "
+                "or to resume; leave out checkpoint_every and resume"
+            )
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest whole checkpoint of what is resumed; None where the job begins anew.
+
+        Raises:
+            ValueError: There is none; one line.
+        """
+        return None if self.resume is None else newest_checkpoint(Path(self.resume))
 
     def job(self, job_id: int, num_units: int, model: str = "") -> TrainingJob:
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
