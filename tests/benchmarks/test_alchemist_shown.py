@@ -44,6 +44,7 @@ SHOWN = {
     "a stale record is refused": f"{POLICY}::test_a_stale_record_is_refused",
     # bytes and prices
     "kept bytes equal their formula": f"{RUNS}::test_kept_bytes_are_those_of_windows",
+    "the meter within 2 % beside records": f"{RUNS}::test_the_meter_reads_what_is_booked",
     "recording is priced": f"{COSTS}::test_a_recorded_slice_is_priced_as_a_window",
     # policies
     "policy alchemist, and what became of its records": (
@@ -66,7 +67,6 @@ ABSENT = {
         "a record is computed with the prompt's other rows, and the last prompt token with the "
         "answer's: products of other shapes, which round differently"
     ),
-    "the meter within 2 % beside records": "no test reads the meter of a run with records yet",
     "when it pays: the crossover of link and delay": (
         "alchemist_link and alchemist_delay sweep it in simulation; no point on the wall clock yet"
     ),

@@ -184,3 +184,18 @@ def test_kept_bytes_are_those_of_windows() -> None:
     assert rows and all(row[4] == row[3] * each for row in rows)  # type: ignore[operator]
     parameters = adapter_parameters(found.spec.spec, trainee.job.recipe)
     assert sum([p.elements for p in parameters]) * 4 == found.spec.room.layout.adapters[0].nbytes
+
+
+@pytest.mark.parametrize("words", [WORDS, (*WORDS, *STAYS)], ids=["offloaded", "on_device"])
+def test_the_meter_reads_what_is_booked(words: tuple[str, ...]) -> None:
+    """Within 2 %, wherever nothing is on its way back: those bytes are free already, and still
+    booked. What is on its way to the host is booked there, and not there yet."""
+    rows = run_of("lockstep", words).recorder.tables()["memory"].to_pandas()
+    rows = rows[rows["measured_bytes"].notna() & rows["coming_bytes"].eq(0)]
+    rows = rows.assign(booked_bytes=rows["capacity_bytes"] - rows["free_bytes"])
+    ratios = rows["measured_bytes"] / rows["booked_bytes"].where(rows["booked_bytes"] > 0)
+    device, host = (ratios[rows["tier"].eq(tier)].dropna() for tier in ("gpu", "host"))
+    assert len(device) > 50 and (abs(device - 1) <= 0.02).all()
+    assert len(host) > 50 and (host <= 1).all() and host.eq(1).mean() > 0.95
+    where = "gpu" if STAYS[0] in words else "host"
+    assert rows.loc[rows["tier"].eq(where), "activation_bytes"].max() > 100_000
