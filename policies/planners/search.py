@@ -106,7 +106,7 @@ class Space:
         """
         model, found = self.model, list[TimedConfiguration]()
         times = model.step_ns(persistent, buffers, placement)
-        peaks = model.states_bytes(persistent, buffers) + model.activation_bytes[placement]
+        peaks = model.peak_bytes(persistent, buffers, placement)
         hosts = model.host_states_bytes(persistent) + model.host_activation_bytes[placement]
         rows = zip(persistent, buffers, placement, times, peaks, hosts, strict=True)
         for p, b, at, ns, peak, host in rows:
@@ -150,8 +150,8 @@ class Space:
         """
         persistent, buffers = self.pairs()
         model = self.model
-        states, hosts = model.states_bytes(persistent, buffers), model.host_states_bytes(persistent)
-        lacks = model.activation_bytes[:, None] + states[None, :] - room.device_bytes
+        hosts = model.host_states_bytes(persistent)
+        lacks = model.all_peak_bytes(persistent, buffers) - room.device_bytes
         away = model.host_activation_bytes[:, None] + hosts[None, :] - room.host_bytes
         fits = (lacks <= 0) & (away <= 0)
         if not fits.any():

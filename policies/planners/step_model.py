@@ -130,11 +130,14 @@ class StepModel:
     # ---- bytes
     @cached_property
     def activation_bytes(self) -> Ints:
-        """Per placement, the most that a step takes beside states and buffers, in program order."""
+        """The most that a step takes beside states and buffers, in program order.
+
+        By part of the step and placement: forwards below the head, the head, backwards below it.
+        """
         layout, job, modes = self.quotes.layout, self.quotes.job, self.placements.modes
         units, tables = layout.units, self.quotes.units
         count, last = len(units), len(units) - 1
-        held, peak = np.zeros(len(modes), np.int64), np.zeros(len(modes), np.int64)
+        held, peaks = np.zeros(len(modes), np.int64), np.zeros((3, len(modes)), np.int64)
 
         def of(field: str, unit: int) -> Ints:
             values = [getattr(tables[mode][unit], field) for mode in MODES]
@@ -144,21 +147,20 @@ class StepModel:
         order = [(True, u) for u in range(count)]
         order += [(False, u) for u in range(last, layout.first - 1, -1)]
         for moment, (is_forward, u) in enumerate(order):
-            for v in fetched.get(moment, ()):
-                held = held + np.where(leaves_at[:, v] < NEVER, units[v].saved_bytes, 0)
+            peak = peaks[1 if u == last else 0 if is_forward else 2]
             if is_forward:
                 output = of("output_bytes", u)
                 held = held + output + of("kept_bytes", u)
-                peak = np.maximum(peak, held + of("forward_bytes", u))
+                np.maximum(peak, held + of("forward_bytes", u), out=peak)
                 held = held - (units[u].input_bytes if u < layout.first else 0)
                 held = held + self._sent_bytes(u)
             else:
                 is_again = modes[:, u] == MODES.index(Mode.RECOMPUTE)
                 saved = of("saved_bytes", u)
                 held = held + np.where(is_again, saved, 0)
-                peak = np.maximum(peak, held + of("again_bytes", u))
+                np.maximum(peak, held + of("again_bytes", u), out=peak)
                 grown = self._begun_bytes(u) + of("backward_bytes", u)
-                peak = np.maximum(peak, held + grown)
+                np.maximum(peak, held + grown, out=peak)
                 passed = units[u].input_bytes if u > layout.first else 0
                 came = units[u + 1].input_bytes if u < last else 0
                 held = held + passed - came - saved - units[u].input_bytes
@@ -166,7 +168,9 @@ class StepModel:
                     held = held + self._kept_gradient_bytes(u)
             for v in self.blocks.units:
                 held = held - np.where(leaves_at[:, v] == moment, units[v].saved_bytes, 0)
-        return peak
+            for v in fetched.get(moment, ()):
+                held = held + np.where(leaves_at[:, v] < NEVER, units[v].saved_bytes, 0)
+        return peaks
 
     def _sent_bytes(self, unit: int) -> Ints:
         """What a forward leaves behind that is on its way to the host."""
@@ -195,12 +199,15 @@ class StepModel:
     def states_bytes(self, persistent: Ints, buffers: Ints) -> Ints:
         """Bytes on the device of states that persist and of buffers.
 
+        While blocks are gone through, a chunk comes into one buffer more, and on the way back the
+        gradients of another are on their way out.
+
         Args:
             persistent: chunks of blocks that persist.
             buffers: other chunks with weights on the device.
 
         Returns:
-            Bytes, the shape of the arguments.
+            Bytes by part of the step, see `activation_bytes`, and configuration.
         """
         layout, job, own = self.quotes.layout, self.quotes.job, self.blocks.chunks
 
@@ -214,8 +221,42 @@ class StepModel:
                        if c not in own and job.microbatches > 1])  # fmt: skip
         sums = np.cumsum([0, *[states(c) for c in own]])
         largest = max([0, *[layout.chunks[c].whole_bytes for c in own]])
-        passing = np.minimum(buffers, len(own) - persistent)
-        return np.asarray(always + sums[persistent] + passing * largest, np.int64)
+        others = len(own) - persistent
+        here, coming = (np.minimum(count, others) * largest for count in (buffers, buffers + 1))
+        gradient = max([0, *[layout.chunks[c].gradient_bytes for c in own]])
+        leaving = np.where(others > 0, gradient, 0)
+        base = always + sums[persistent]
+        return np.stack([base + coming, base + here, base + coming + leaving])
+
+    def peak_bytes(self, persistent: Ints, buffers: Ints, placement: Ints) -> Ints:
+        """The least memory in which configurations run without waiting for it.
+
+        Args:
+            persistent: chunks of blocks that persist.
+            buffers: other chunks with weights on the device.
+            placement: indices into the placements.
+
+        Returns:
+            Bytes, the shape of the arguments.
+        """
+        states = self.states_bytes(persistent, buffers)
+        return np.asarray((states + self.activation_bytes[:, placement]).max(0), np.int64)
+
+    def all_peak_bytes(self, persistent: Ints, buffers: Ints) -> Ints:
+        """`peak_bytes` of every placement with every pair.
+
+        Args:
+            persistent: chunks of blocks that persist.
+            buffers: other chunks with weights on the device.
+
+        Returns:
+            Bytes by placement and pair.
+        """
+        states, found = self.states_bytes(persistent, buffers), None
+        for part, activations in zip(states, self.activation_bytes, strict=True):
+            own = activations[:, None] + part[None, :]
+            found = own if found is None else np.maximum(found, own)
+        return np.asarray(found, np.int64)
 
     @cached_property
     def host_activation_bytes(self) -> Ints:

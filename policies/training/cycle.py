@@ -283,6 +283,34 @@ def leaving_swaps(training: TrainingProgress) -> tuple[tuple[Turn, ...], ...]:
     return tuple([tuple(turns) for turns in found])
 
 
+@lru_cache(maxsize=CYCLES)
+def leaving_gradients(training: TrainingProgress) -> tuple[tuple[int, ...], ...]:
+    """Per launch of a step, chunks whose gradients leave the device behind it.
+
+    Gradients are copied behind the last backward of a microbatch that adds to them, and stay for
+    the next turn: given back at once, their bytes would be taken by launches that then wait.
+
+    Args:
+        training: a job's progress.
+
+    Returns:
+        Per launch, chunks that train.
+    """
+    links, found = cycle_of(training), list[tuple[int, ...]]()
+    ended, due = list[int](), list[int]()
+    for moment, link in enumerate(links):
+        is_turn = link.work is not Work.UPDATE and not link.again
+        if is_turn:
+            due, ended = ended, []
+        if link.work is Work.BACKWARD:
+            users = training.trained_by
+            ended = [c for c, own in users.items() if min(own) == link.part]
+        is_last = moment == len(links) - 1
+        found.append((*due, *(ended if is_last else ())))
+        due = []
+    return tuple(found)
+
+
 def fetch_turn(backward: int, layout: TrainingLayout, microbatch: int = 0) -> int:
     """The turn behind whose launch offloaded activations are fetched for a backward.
 

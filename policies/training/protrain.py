@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from engine.contract.footprint import gathers
+from engine.contract.footprint import LaunchFootprint, gathers
 from engine.contract.job import Job
 from engine.contract.layout import TrainingLayout
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Slice
 from engine.contract.policy import PlanBuilder, Traits
-from engine.contract.regions import Place, Tier, Work, gathered, gradient, hidden, saved, weight
+from engine.contract.regions import (
+    Kind,
+    Place,
+    Tier,
+    Work,
+    gathered,
+    gradient,
+    hidden,
+    saved,
+    weight,
+)
 from engine.contract.training_progress import TrainingProgress, layout_of
 from engine.contract.view import View
 from policies.training.cycle import (
@@ -19,10 +29,12 @@ from policies.training.cycle import (
     coming_chunks,
     coming_swaps,
     cycle_of,
+    leaving_gradients,
     leaving_swaps,
     lookahead,
     number_of,
     trained_before,
+    training_jobs,
 )
 from policies.training.eviction import LastIn
 from policies.training.occupancy import STATES
@@ -66,7 +78,7 @@ class ProTrain:
 
     def resident(self, view: View, plan: PlanBuilder) -> Residency:
         """See Resident."""
-        return Residency(view, plan, LastIn(), STATES, keeps_gathered=True)
+        return BufferedResidency(view, plan, LastIn(), STATES, keeps_gathered=True).begun(view)
 
     def _run_task(self, piece: Slice, view: View, device: Residency) -> None:
         training = piece.job.training
@@ -88,6 +100,51 @@ class ProTrain:
         chunks = trained_before(training, self.gradients_out + 1)[moment]
         places = [gradient(training.spec.job_id, c, Tier.HOST) for c in chunks]
         return tuple([place for place in places if device.holds(place)])
+
+
+class BufferedResidency(Residency):
+    """A residency in which gradients that the host has used still lie on the device for a while."""
+
+    def __init__(self, *how: Any, **more: Any) -> None:
+        """See Residency."""
+        super().__init__(*how, **more)
+        self._used = set[Place]()  # gradients on the device that no update will read
+
+    def evict(self, place: Place) -> bool:
+        """See Occupancy; what no update will read any more is not copied."""
+        if place.region.kind is Kind.GRADIENT and self._is_used(place):
+            self.free(place)
+            return True
+        return super().evict(place)
+
+    def run(
+        self,
+        launch: LaunchFootprint,
+        also_writes: tuple[Place, ...] = (),
+        after: tuple[Place, ...] = (),
+        keeps_sent: bool = False,
+    ) -> None:
+        """See Residency."""
+        super().run(launch, also_writes, after, keeps_sent)
+        self._used.difference_update(launch.writes)
+        if launch.piece.work is Work.UPDATE and launch.on == HOST_LANE:
+            self._used |= {self.elsewhere(place) for place in launch.reads}
+
+    def begun(self, view: View) -> BufferedResidency:
+        """This residency, with what updates of earlier plans have used."""
+        for job in training_jobs(view):
+            training = job.training
+            assert training is not None
+            first = training.step * training.spec.microbatches
+            for c, users in training.trained_by.items():
+                backward = [training.frontier(first + k)[1][u] for u in users
+                            for k in range(training.spec.microbatches)]  # fmt: skip
+                if training.updated[c] > training.step or not any(backward):
+                    self._used.add(gradient(job.job_id, c, device=view.device))
+        return self
+
+    def _is_used(self, place: Place) -> bool:
+        return place in self._used and not self.holds(self.elsewhere(place))
 
 
 @dataclass(frozen=True)
@@ -125,12 +182,21 @@ class _Step:
             if link.work is Work.BACKWARD and self._is_last_adder(c, link.part):
                 place = gradient(job_id, c, device=self.here)
                 if device.holds(place):
-                    device.evict(place)
+                    device.send(place)
             place = weight(job_id, c, device=self.here)
             if device.holds(place) and c not in self._coming:
                 device.evict(place)
+        self._end_gradients(device)
         self._end_swaps(device)
         self._drop_gathered(device)
+
+    def _end_gradients(self, device: Residency) -> None:
+        """Gradients that are on the host, or used there, leave the device."""
+        persistent, job_id = self._layout.persistent, self.job.job_id
+        for c in leaving_gradients(self.training)[self.moment]:
+            place = gradient(job_id, c, device=self.here)
+            if c not in persistent and device.holds(place):
+                device.evict(place)
 
     def _end_swaps(self, device: Residency) -> None:
         """Activations leave the device once their copies are taken to be on the host."""

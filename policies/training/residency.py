@@ -128,7 +128,8 @@ class Residency(Occupancy):
             launch: what it uses is resident.
             also_writes: places beside those of the launch for which later copies wait.
             after: places whose copies must have come before it begins.
-            keeps_sent: what is copied to the host stays on the device as well.
+            keeps_sent: what is copied to the host stays on the device as well, also behind an
+                update on the host.
         """
         pieces, device, writes = (launch.piece,), self._view.device, (*launch.writes, *also_writes)
         op = Compute(pieces, launch.reads, writes, device, launch.on, launch.again, after)
@@ -141,7 +142,8 @@ class Residency(Occupancy):
             if not (self.send(place) if keeps_sent else self.evict(place)):
                 self._touch(place, self.clock - 1)  # it stays while the host has no room
         for place in launch.frees:
-            for copy in (place, self.elsewhere(place)):
+            is_kept = keeps_sent and launch.on == HOST_LANE
+            for copy in (place,) if is_kept else (place, self.elsewhere(place)):
                 if self._plan.holds(copy):
                     self.free(copy)
         if not self._keeps_gathered:

@@ -7,7 +7,6 @@ import pytest
 from engine.contract.regions import Kind, Place, Tier
 from engine.contract.rules import ContractError
 from policies.training import protrain
-from policies.training.residency import Residency
 from tests.support.pressure import (
     BF16,
     CLIP,
@@ -81,7 +80,7 @@ def test_a_thread_for_each_lane_trains_as_plain_torch(chosen: str) -> None:
     assert not differing(wall.result, plain("policy=train_on_device", *JOB, "training.num_steps=4"))
 
 
-class TakesOldForNew(Residency):
+class TakesOldForNew(protrain.BufferedResidency):
     """Weights stay where they are behind their update, and count as new."""
 
     def evict(self, place: Place) -> bool:
@@ -96,7 +95,7 @@ def test_a_weight_copy_that_its_update_has_made_old_is_refused(
 ) -> None:
     words = (*JOB, "policy=protrain", *knobs(0, 8, 0, 0))
     train("sim", *words)
-    monkeypatch.setattr(protrain, "Residency", TakesOldForNew)
+    monkeypatch.setattr(protrain, "BufferedResidency", TakesOldForNew)
     with pytest.raises(ContractError, match="which is newer in another tier"):
         train("sim", *words)
 
