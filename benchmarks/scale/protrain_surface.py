@@ -22,6 +22,7 @@ import pandas as pd
 
 from benchmarks.fidelity.cases import finish, say
 from engine.contract.regions import Tier
+from policies.planners.blocks import Configuration
 from policies.planners.search import Space, TimedConfiguration
 from tandem.cli.plan_choice import searched_space
 from tandem.config.compose import composed
@@ -68,11 +69,16 @@ def space_of(words: Sequence[str]) -> Space:
     return space
 
 
-def simulated(words: Sequence[str], one: TimedConfiguration) -> tuple[float, int]:
-    """Nanoseconds of a settled step and the device's peak; infinite where it is refused."""
+def simulated(
+    words: Sequence[str], one: TimedConfiguration, budget: int | None = None
+) -> tuple[float, int]:
+    """Nanoseconds of a settled step and the device's peak; infinite where it is refused.
+
+    In a budget, or in the memory that the planner asks for.
+    """
     fields = zip(one.knobs._fields, one.knobs, strict=True)
     given = [f"planner.{name}={value}" for name, value in fields]
-    point = composed([*BASE, *words, *given, f"budget.device_bytes={one.peak_bytes}"])
+    point = composed([*BASE, *words, *given, f"budget.device_bytes={budget or one.peak_bytes}"])
     try:
         found = run_spec_of(point)
         with backend_of(found, point.config["backend"]) as backend:
@@ -122,7 +128,7 @@ def surface(name: str, words: Sequence[str], every: int) -> pd.DataFrame:
          one.peak_bytes, used)
         for one, (ns, used) in zip(found, done, strict=True)
     ]  # fmt: skip
-    knobs = ["persistent", "buffers", "swaps", "checkpoints"]
+    knobs = Configuration._fields
     sizes = ["foretold_s", "simulated_s", "closed_form_s", "foretold_bytes", "used_bytes"]
     return pd.DataFrame(rows, columns=["surface", *knobs, *sizes])
 
@@ -140,8 +146,11 @@ def judged(name: str, words: Sequence[str], table: pd.DataFrame) -> list[tuple[o
         budget = peaks[len(peaks) * (2 * i + 1) // (2 * BUDGETS)]
         fits = table[table["foretold_bytes"] <= budget].reset_index(drop=True)
         first = fits.iloc[0]  # the surface is in the order of `rank`
-        regrets.append(first["simulated_s"] / fits["simulated_s"].min() - 1)
-        chosen.append(abs(first["foretold_s"] / first["simulated_s"] - 1))
+        knobs = Configuration(*[int(first[name]) for name in Configuration._fields])
+        one = TimedConfiguration(knobs, 0, int(first["foretold_bytes"]), 0)
+        own_s = simulated(words, one, int(budget))[0] / 1e9
+        regrets.append(own_s / fits["simulated_s"].min() - 1)
+        chosen.append(abs(first["foretold_s"] / own_s - 1))
         swaps += int(first["swaps"] > 0)
     return [
         (name, "refused", refused, math.inf if refused else 0.0),
