@@ -1,0 +1,90 @@
+"""What ProTrain promises, each with the test or claim that shows it, or why it is absent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.test_shown import is_there
+
+RUNS = "tests/planners/test_protrain_runs.py"
+SEARCH = "tests/planners/test_protrain_search.py"
+STAGES = "tests/engine/test_stages.py"
+SAVED = "tests/training/test_checkpoints.py"
+
+SHOWN = {
+    # order as data
+    "GPipe, flush and 2BW under all law checks": (
+        f"{STAGES}::test_pipelines_obey_the_laws_and_repeat_their_plans"
+    ),
+    "shards on any device": f"{STAGES}::test_shards_run_on_any_device",
+    "a flush costs the bubble, two versions none": (
+        f"{STAGES}::test_a_flush_costs_the_bubble_and_two_versions_have_none"
+    ),
+    "order eager; clipping waits for the norm": (
+        f"{STAGES}::test_clipped_updates_wait_for_the_norm_of_all_gradients"
+    ),
+    "copies are quoted by direction and bytes": (
+        f"{SEARCH}::test_planners_are_quoted_copies_by_direction_and_bytes"
+    ),
+    # numerics
+    "configurations and recipes equal plain torch to the bit": (
+        f"{RUNS}::test_any_configuration_trains_as_plain_torch_and_decides_alike"
+    ),
+    "the same on threads": f"{RUNS}::test_a_thread_for_each_lane_trains_as_plain_torch",
+    "a weight copy taken for new fails": (
+        f"{RUNS}::test_a_weight_copy_that_its_update_has_made_old_is_refused"
+    ),
+    "overlap is real, and none with clipping": (
+        f"{RUNS}::test_eager_updates_lie_under_the_backward_and_clipped_ones_do_not"
+    ),
+    "rivals with eager updates": f"{RUNS}::test_eager_updates_train_as_plain_torch",
+    # the model and the choice
+    "peak, time and regret on whole surfaces": "benchmarks/scale/protrain_surface.py",
+    "peak and time, sampled": (
+        f"{SEARCH}::test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time"
+    ),
+    "brute force; more memory is never slower": (
+        f"{SEARCH}::test_the_search_finds_what_brute_force_finds"
+    ),
+    "refusals name the least deficit": f"{SEARCH}::test_refusals_name_the_least_deficit",
+    "rivals at their best settings": "benchmarks/scale/protrain_rivals.py",
+    "a 20B model is searched": f"{SEARCH}::test_a_20b_model_is_searched_within_a_second",
+    # checkpoints
+    "resumed bit for bit, every policy": (
+        f"{SAVED}::test_a_resumed_job_ends_as_if_it_had_never_stopped"
+    ),
+    "a truncated checkpoint is refused": (
+        f"{SAVED}::test_a_truncated_checkpoint_is_refused_and_the_one_before_it_is_used"
+    ),
+    "from_pretrained loads the weights": (
+        f"{SAVED}::test_weights_are_what_plain_torch_has_trained_and_from_pretrained_loads_them"
+    ),
+    "adapters as peft's": f"{SAVED}::test_adapters_are_saved_as_peft_saves_them",
+    "published ratios to ZeRO-3 on four A100": "benchmarks/scale/protrain_published.py",
+}
+ABSENT = {
+    "profiler unit by unit on any backend": "not written yet",
+    "200 random budgets": "the surface is swept by nine budgets and ten of brute force so far",
+    "twelve configurations measured on the service clock": "needs a machine at rest",
+    "estimator against cpu, three recipes": "needs a machine at rest",
+    "hidden share within 2 points of max(arrival, lane free), chunk by chunk": "not written yet",
+    "no swaps on an RTX 3090": (
+        "16 of 50 blocks swap: gathered weights pass the link to the host there, a lane apart here"
+    ),
+    "12B and 20B rows of PatrickStar": "not explained yet",
+    "everything persistent within 2 % of train_on_device and 3 % of a loop": (
+        "needs a machine at rest"
+    ),
+    "experiments knob_surface, estimator_error, breathing_kv": "not written yet",
+    "tandem plan --surface as a figure": "it is a CSV file so far",
+    "a GPU in an emulated 24 GB": "no GPU was at hand",
+}
+
+
+@pytest.mark.parametrize("promise", SHOWN)
+def test_what_is_promised_is_shown(promise: str) -> None:
+    assert is_there(SHOWN[promise]), SHOWN[promise]
+
+
+def test_what_is_not_shown_has_a_reason() -> None:
+    assert all(ABSENT.values()) and not ABSENT.keys() & SHOWN.keys()
