@@ -260,3 +260,15 @@ def test_finetuning_is_drawn_beside_latency(
     if name == "budget_sweep":
         mean = found.groupby("budget_tokens")["finetune_tokens_per_s"].mean()
         assert mean.is_monotonic_increasing, "a larger budget finetunes more"
+
+
+@pytest.mark.slow
+def test_more_that_persists_takes_more_and_checkpoints_take_time(
+    tmp_path: Path, unrendered: None
+) -> None:
+    words = ["planner.persistent=0,4", "planner.checkpoints=0,4", "model.num_layers=4"]
+    found = swept("knob_surface", tmp_path, *words)
+    peaks = found.pivot_table(index="persistent", columns="checkpoints", values="peak_bytes")
+    steps = found.pivot_table(index="persistent", columns="checkpoints", values="step_s")
+    assert (peaks.loc[4] > peaks.loc[0]).all() and (peaks[0] > peaks[4]).all()
+    assert (steps[4] > steps[0]).all()

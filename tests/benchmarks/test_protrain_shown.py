@@ -60,6 +60,10 @@ SHOWN = {
         f"{SAVED}::test_weights_are_what_plain_torch_has_trained_and_from_pretrained_loads_them"
     ),
     "adapters as peft's": f"{SAVED}::test_adapters_are_saved_as_peft_saves_them",
+    "experiment knob_surface": (
+        "tests/analysis/test_experiments.py"
+        "::test_more_that_persists_takes_more_and_checkpoints_take_time"
+    ),
     "published ratios to ZeRO-3 on four A100": "benchmarks/scale/protrain_published.py",
 }
 ABSENT = {
@@ -75,7 +79,7 @@ ABSENT = {
     "everything persistent within 2 % of train_on_device and 3 % of a loop": (
         "needs a machine at rest"
     ),
-    "experiments knob_surface, estimator_error, breathing_kv": "not written yet",
+    "experiments estimator_error, breathing_kv, link_bandwidth with swaps": "not written yet",
     "tandem plan --surface as a figure": "it is a CSV file so far",
     "a GPU in an emulated 24 GB": "no GPU was at hand",
 }
