@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.contract.layout import Layout, Mode, TrainingLayout, eager, equal_share, lay_out
 from engine.contract.regions import Place, Pool, Tier, Work, optimizer, weight
+from engine.contract.rules import Remedy
 from engine.contract.view import Cost
 from models.training.shape import TrainingShape
 from policies.planners.blocks import (
@@ -24,6 +25,9 @@ from policies.planners.step_quotes import QuotedStep
 from policies.training.out_of_memory import OutOfMemory, remedies_of_launch, remedies_of_states
 from policies.training.streaming import GRADIENTS_OUT
 from traces.serving.request import TrainingJob
+
+# What the search has tried already.
+SEARCHED = (Remedy.RECOMPUTE, Remedy.OFFLOAD_INPUTS, Remedy.KEEP_INPUTS, Remedy.SMALLER_CHUNKS)
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,8 @@ def _numbers(given: int | None, most: int) -> Sequence[int]:
 def _out_of_memory(lacks: TierBytes, job: TrainingJob, layout: TrainingLayout) -> OutOfMemory:
     """The error of a job of which no configuration fits: what the nearest one lacks."""
     tier = Tier.GPU if lacks.device_bytes else Tier.HOST
-    remedies = remedies_of_launch(tier, Work.BACKWARD, job, layout)
+    known = remedies_of_launch(tier, Work.BACKWARD, job, layout)
+    remedies = [remedy for remedy in known if remedy not in SEARCHED]
     what = "the nearest of all configurations of ProTrain"
     return OutOfMemory((tier, 0), lacks.device_bytes or lacks.host_bytes, what, remedies)
 

@@ -265,3 +265,43 @@ def test_a_finetuning_job_is_planned_with_its_longest_sample_first() -> None:
     found = _longest_first(samples)
     assert found == (Sample(9, 2, 10), Sample(5, 1, 20), Sample(7, 3, 30))
     assert _longest_first(()) == ()
+
+
+PROTRAIN = (*SMALL, "policy=protrain", "budget.device_bytes=8000000", "--no-largest")
+
+
+def test_the_choice_of_protrain_is_told_with_what_bounds_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", *PROTRAIN]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.partition(":")[0] for line in lines]
+    assert heads[5:] == ["planner", "bound by", "next", "next", "next"]
+    assert "; the fastest of " in lines[5] and "compute" in lines[6]
+    assert main(["plan", *PROTRAIN, *[f"planner.{k}=1" for k in ("persistent", "buffers")],
+                 "planner.swaps=0", "planner.checkpoints=0"]) == 0  # fmt: skip
+    (told,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("planner")]
+    assert told.endswith("the only one that the knobs allow")
+
+
+def test_a_surface_is_a_file_with_the_fastest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "surface.csv"
+    assert main(["plan", *PROTRAIN, "--surface", str(path)]) == 0
+    rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
+    told = capsys.readouterr().out
+    assert f"surface: {len(rows) - 1:,} configurations in {path}" in told
+    assert rows[0][:5] == ["persistent", "buffers", "swaps", "checkpoints", "step_s"]
+    times = [float(row[4]) for row in rows[1:]]
+    assert times == sorted(times) and {row[-1] for row in rows[1:]} <= {"True", "False"}
+    fitting = next(row for row in rows[1:] if row[-1] == "True")
+    chosen = " ".join([f"{k}={v}" for k, v in zip(rows[0][:4], fitting, strict=False)])
+    assert f"planner: {chosen}:" in told
+
+
+def test_a_surface_needs_a_planner_that_searches_and_one_point(tmp_path: Path) -> None:
+    path = ("--surface", str(tmp_path / "surface.csv"), "--no-largest")
+    assert main(["plan", *ZERO3, "budget.host_bytes=20000000", *path]) != 0
+    assert main(["plan", *PROTRAIN, "training.sequences=1,2", *path]) != 0
+    assert not (tmp_path / "surface.csv").exists()
