@@ -48,6 +48,12 @@ SHOWN = {
     ),
     "refusals name the least deficit": f"{SEARCH}::test_refusals_name_the_least_deficit",
     "rivals at their best settings": "benchmarks/scale/protrain_rivals.py",
+    "200 random budgets": (
+        f"{SEARCH}::test_nothing_that_is_chosen_is_refused_or_goes_over_capacity"
+    ),
+    "hidden share within 2 points of max(arrival, lane free)": (
+        f"{RUNS}::test_a_host_update_begins_when_its_gradients_have_come_and_its_lane_is_free"
+    ),
     "a 20B model is searched": f"{SEARCH}::test_a_20b_model_is_searched_within_a_second",
     # checkpoints
     "resumed bit for bit, every policy": (
@@ -68,10 +74,8 @@ SHOWN = {
 }
 ABSENT = {
     "profiler unit by unit on any backend": "not written yet",
-    "200 random budgets": "the surface is swept by nine budgets and ten of brute force so far",
     "twelve configurations measured on the service clock": "needs a machine at rest",
     "estimator against cpu, three recipes": "needs a machine at rest",
-    "hidden share within 2 points of max(arrival, lane free), chunk by chunk": "not written yet",
     "no swaps on an RTX 3090": (
         "16 of 50 blocks swap: gathered weights pass the link to the host there, a lane apart here"
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
+from engine.contract.plan import Copy
 from engine.contract.regions import Kind, Place, Tier
 from engine.contract.rules import ContractError
 from policies.training import protrain
@@ -150,3 +153,43 @@ def test_kinds_of_what_persists_never_leave_where_there_is_room() -> None:
     assert {c for kind, c in moved if kind is Kind.WEIGHT} == {
         c for c in range(len(training.chunks)) if c not in training.persistent
     }
+
+
+@pytest.mark.parametrize("backend", ["sim", "cpu"])
+def test_a_host_update_begins_when_its_gradients_have_come_and_its_lane_is_free(
+    backend: str,
+) -> None:
+    """Chunk by chunk, and so the share that lies under the device's launches is within 2 points of
+    what that rule gives. On both clocks alike."""
+    words = ("policy=protrain", *knobs(0, 2, 0, 2), "training.num_steps=3")
+    spans = train(backend, *JOB, *words).recorder.spans
+    came = dict[tuple[int, int], int]()  # by chunk and how often before: end of the copy
+    counts = Counter[int]()
+    updates = list[tuple[int, int, int]]()
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        op = span.op
+        if isinstance(op, Copy) and op.src.region.kind is Kind.GRADIENT:
+            came[op.src.region.part, counts[op.src.region.part]] = span.end_ns
+            counts[op.src.region.part] += 1
+    device = [(s.start_ns, s.end_ns) for s in spans if s.op.lane == (0, "compute")]
+    free_ns, done = 0, Counter[int]()
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        if span.op.lane != (0, "cpu"):
+            continue
+        chunk = span.op.slices[0].layers.start
+        due_ns = max(came[chunk, done[chunk]], free_ns)
+        done[chunk] += 1
+        free_ns = span.end_ns
+        updates.append((due_ns, span.start_ns, span.end_ns))
+    assert len(updates) == 3 * 8
+
+    def hidden(moved: bool) -> float:
+        """The share of updates under launches, as they were or as the rule has them."""
+        found = [(due, due + end - start) if moved else (start, end)
+                 for due, start, end in updates]  # fmt: skip
+        under = sum([max(0, min(e, end) - max(s, start)) for start, end in found
+                     for s, e in device])  # fmt: skip
+        return under / sum([end - start for start, end in found])
+
+    assert hidden(False) == pytest.approx(hidden(True), abs=0.02)
+    assert hidden(False) > 0.5

@@ -230,3 +230,27 @@ def test_planners_are_quoted_copies_by_direction_and_bytes() -> None:
     assert cost.copy_ns(host, device, 1 << 30, contended=True) == pytest.approx(alone / 0.7, 0.01)
     slower = replace(cost, pace=2.0)
     assert slower.copy_ns(host, device, 1 << 30) == 2 * alone
+
+
+@pytest.mark.slow
+def test_nothing_that_is_chosen_is_refused_or_goes_over_capacity() -> None:
+    """200 random budgets; where nothing fits, the error names what the nearest one lacks."""
+    space, rng = space_of(SLOW_LINK), np.random.default_rng(7)
+    found = everything(space)
+    least, most = (f([one.peak_bytes for one in found]) for f in (min, max))
+    refused = 0
+    for budget in rng.integers(int(0.7 * least), int(1.1 * most), 200):
+        words = (*SLOW_LINK, f"budget.device_bytes={budget}")
+        if budget < least:
+            refused += 1
+            with pytest.raises(OutOfMemory, match=f" {least - budget:,} bytes short"):
+                configured(*words)
+            continue
+        setting = configured(*words)
+        with backend_of(setting, composed([*BASE, *words]).config["backend"]) as backend:
+            engine = engine_of(setting, backend)
+            engine.replay([trainee.job for trainee in setting.trainees])
+        rows = [row for row in engine.recorder.tables()["memory"].to_pylist()
+                if row["tier"] == "gpu"]  # fmt: skip
+        assert all([0 <= row["free_bytes"] <= row["capacity_bytes"] == budget for row in rows])
+    assert 0 < refused < 100
