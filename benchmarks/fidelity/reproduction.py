@@ -1,4 +1,4 @@
-"""Writes analysis/REPRODUCTION.md from the tables of the claims on PatrickStar and FlexLLM."""
+"""Writes analysis/REPRODUCTION.md from the tables of claims on published figures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.coserving.flexllm_page import flexllm_parts, table
+from benchmarks.scale.protrain_page import protrain_parts
 
 HERE = Path(__file__).resolve().parents[1]
 RESULTS = HERE / "results"
@@ -67,6 +68,7 @@ def write_page() -> None:
         parts += ["## The largest model that trains\n", *_scale(lines)]
     parts += [ASSUMED, _remarks()]
     parts += flexllm_parts(_lines("flexllm_table.csv"), _lines("flexllm_steps.csv"))
+    parts += protrain_parts(_lines("protrain_published.csv"))
     PAGE.write_text("\n".join(part.rstrip() + "\n" for part in parts), encoding="utf-8")
 
 

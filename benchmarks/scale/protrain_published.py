@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.fidelity.cases import finish, say
+from benchmarks.fidelity.reproduction import write_page
 from policies.training.out_of_memory import DoesNotFit
 from tandem.cli.plan_choice import room_of, searched_space
 from tandem.cli.plan_command import plan_run
@@ -111,7 +112,9 @@ def main() -> int:
         rows.append(("GPT-2 10B on RTX 3090", "swaps", float(swaps), 0.0, size, 0, math.nan))
     columns = ["model", "figure", "value", "published", "batch", "rival_batch", "used"]
     out = OUT.with_stem("protrain_published_part") if is_quick else OUT
-    return finish("protrain_published", pd.DataFrame(rows, columns=columns), out)
+    code = finish("protrain_published", pd.DataFrame(rows, columns=columns), out)
+    write_page()
+    return code
 
 
 if __name__ == "__main__":
