@@ -12,8 +12,8 @@ HEAD = """# ProTrain
 
 Made by `python -m benchmarks.scale.protrain_published` from
 [protrain_published.csv](../benchmarks/results/protrain_published.csv). Published: MLSys'26, as
-notes and a port of the paper quote it (../shared/papers/patrickstar_protrain.md, 6.3). Ours: one rank of
-four A100 with sequences of 1,024 tokens, both policies at their best batch of 4 to 64; ZeRO-3 with
+notes and a port quote it (../shared/papers/patrickstar_protrain.md, 6.3). Ours: one rank of four
+A100 with sequences of 1,024 tokens, both policies at their best batch of 4 to 64; ZeRO-3 with
 offload keeps or recomputes activations, as is better. No constant was fitted.
 """
 UNKNOWN = (

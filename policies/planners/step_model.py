@@ -148,6 +148,10 @@ class StepModel:
         order += [(False, u) for u in range(last, layout.first - 1, -1)]
         for moment, (is_forward, u) in enumerate(order):
             peak = peaks[1 if u == last else 0 if is_forward else 2]
+            is_again = (not is_forward) & (modes[:, u] == MODES.index(Mode.RECOMPUTE))
+            coming = np.zeros(len(modes), np.int64)  # behind the first launch of this turn
+            for v in fetched.get(moment, ()):
+                coming += np.where(leaves_at[:, v] < NEVER, units[v].saved_bytes, 0)
             if is_forward:
                 output = of("output_bytes", u)
                 held = held + output + of("kept_bytes", u)
@@ -155,10 +159,10 @@ class StepModel:
                 held = held - (units[u].input_bytes if u < layout.first else 0)
                 held = held + self._sent_bytes(u)
             else:
-                is_again = modes[:, u] == MODES.index(Mode.RECOMPUTE)
                 saved = of("saved_bytes", u)
                 held = held + np.where(is_again, saved, 0)
                 np.maximum(peak, held + of("again_bytes", u), out=peak)
+                held = held + np.where(is_again, coming, 0)
                 grown = self._begun_bytes(u) + of("backward_bytes", u)
                 np.maximum(peak, held + grown, out=peak)
                 passed = units[u].input_bytes if u > layout.first else 0
@@ -168,8 +172,7 @@ class StepModel:
                     held = held + self._kept_gradient_bytes(u)
             for v in self.blocks.units:
                 held = held - np.where(leaves_at[:, v] == moment, units[v].saved_bytes, 0)
-            for v in fetched.get(moment, ()):
-                held = held + np.where(leaves_at[:, v] < NEVER, units[v].saved_bytes, 0)
+            held = held + np.where(is_again, 0, coming)
         return peaks
 
     def _sent_bytes(self, unit: int) -> Ints:
