@@ -31,9 +31,9 @@ FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
     "engine": 50,  # tenants, adapters; progress of training and records apart from jobs
-    "runtime": 49,  # finetuning beside requests, requests through adapters
+    "runtime": 50,  # finetuning beside requests, requests through adapters, checkpoints
     "tandem": 42,  # the protocol of fidelity; the choice of a planner that searches
-    "traces": 31,  # samples, and feedback as samples
+    "traces": 32,  # samples, and feedback as samples; checkpoints, which simulations read, too
     "policies": 51,  # co-serving and its rivals, adapters of requests, records, ProTrain
     "sim": 24,  # windows, adapters of requests, and the shape of a launch apart from its price
 }

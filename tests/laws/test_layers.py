@@ -80,7 +80,7 @@ ROOMS: dict[str, set[str]] = {
         *("runtime.kernels", "runtime.training.store"),
     },
     "runtime.training": {
-        *(CONTRACT, "models", "traces.training"),
+        *(CONTRACT, "models", "traces.training", "traces.files"),
         *("runtime.executors.machine", "runtime.serving.kv", "runtime.serving.model"),
     },
     "analysis": {SCHEMA},

@@ -76,6 +76,7 @@ def simulated(words: tuple[str, ...], one: TimedConfiguration) -> tuple[float, i
     return (ends[-1] - ends[-3]) / 2, used
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("words", [CPU, A100, SLOW_LINK], ids=["cpu", "a100", "slow_link"])
 def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
     words: tuple[str, ...],
@@ -91,6 +92,7 @@ def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
     assert np.percentile(errors, 95) <= 0.05
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("words", [CPU, SLOW_LINK], ids=["cpu", "slow_link"])
 def test_the_search_finds_what_brute_force_finds(words: tuple[str, ...]) -> None:
     """With every tenth of memory between nothing and all; more memory is never slower."""
@@ -123,6 +125,7 @@ def test_the_host_bounds_what_passes_through_buffers() -> None:
     assert space.search(TierBytes(1 << 40, -1)).lacks == TierBytes(0, 1)
 
 
+@pytest.mark.slow
 def test_a_choice_is_near_the_best_that_the_simulator_finds() -> None:
     """Regret of 3 % at the most, over the 60 configurations that the model ranks first."""
     space = space_of(SLOW_LINK)
