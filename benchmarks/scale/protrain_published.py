@@ -4,8 +4,8 @@ In simulation, both at their best batch of 4 to 64 sequences of 1,024 tokens a d
 GPT-2 of 10 and 20 G parameters, LLaMA-13B. ZeRO-3 keeps or recomputes activations, as is better.
 Published (Table 3, as quoted by a port): 1.43, 1.28, 1.47, 1.46. Bars: above 1, and a median error
 of 25 %. Sequence length and the memory of the hosts are assumed. For GPT-2 of 10 G on four RTX 3090
-the blocks that swap are printed without a bar: none was published, and ours swaps where a link is
-idle. These cards pass gathered weights over the link to their host, which is a lane apart here.
+the blocks that swap are printed without a bar: published is that none does, and ours swap where a
+link is idle. These cards pass gathered weights over the link to their host, a lane apart here.
 """
 
 from __future__ import annotations

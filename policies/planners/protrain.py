@@ -113,6 +113,7 @@ class ProTrainLayout:
                 raise _out_of_memory(search.lacks, job, plain)
             chosen = search.found[0].knobs
         else:
+            space.pairs()  # raises where the host cannot update
             chosen = Configuration(*[knob or 0 for knob in knobs])
         modes = modes_of_blocks(chosen, blocks, len(shape.units), interval, self.placement)
         chunks = [chunk.parameters for chunk in plain.chunks]

@@ -86,6 +86,11 @@ class Space:
             most = count - p
             own = sorted({min(b, most) for b in self.buffers if b or not most})
             found += [(p, b) for b in own]
+        if not found:
+            raise ValueError(
+                "protrain: chunks that do not persist are updated on the host, whose memory has no "
+                "known rate: set device.host_bandwidth_bytes_per_s, or leave out planner.persistent"
+            )
         persistent, buffers = (np.array([pair[i] for pair in found], np.int64) for i in (0, 1))
         return persistent, buffers
 
@@ -119,6 +124,9 @@ class Space:
 
         Returns:
             The best one first, see `rank`.
+
+        Raises:
+            ValueError: the host cannot update what does not persist.
         """
         persistent, buffers = self.pairs()
         count = len(self.model.placements.pairs)

@@ -7,7 +7,7 @@ the fill of the pipeline, by copies that wait for updates, and by the turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -144,6 +144,8 @@ class StepModel:
             return np.array(values, np.int64)[modes[:, unit]]
 
         fetched, leaves_at = self._fetched_at(), self.leaves_at
+        several = job.microbatches > 1  # sums lie there from one microbatch to the next
+        held += self._gradient_bytes(range(len(layout.chunks)), False) if several else 0
         order = [(True, u) for u in range(count)]
         order += [(False, u) for u in range(last, layout.first - 1, -1)]
         for moment, (is_forward, u) in enumerate(order):
@@ -163,13 +165,15 @@ class StepModel:
                 held = held + np.where(is_again, saved, 0)
                 np.maximum(peak, held + of("again_bytes", u), out=peak)
                 held = held + np.where(is_again, coming, 0)
-                grown = self._begun_bytes(u) + of("backward_bytes", u)
+                trained = units[u].trained
+                begun = self._gradient_bytes(trained, True)
+                apart = 0 if several else self._gradient_bytes(trained, False)
+                grown = begun + apart + of("backward_bytes", u)
                 np.maximum(peak, held + grown, out=peak)
                 passed = units[u].input_bytes if u > layout.first else 0
                 came = units[u + 1].input_bytes if u < last else 0
                 held = held + passed - came - saved - units[u].input_bytes
-                if job.microbatches > 1:
-                    held = held + self._kept_gradient_bytes(u)
+                held = held + (apart if self._sums_last else 0)
             for v in self.blocks.units:
                 held = held - np.where(leaves_at[:, v] == moment, units[v].saved_bytes, 0)
             held = held + np.where(is_again, 0, coming)
@@ -180,16 +184,19 @@ class StepModel:
         is_away = self.placements.modes[:, unit] == MODES.index(Mode.OFFLOAD)
         return np.where(is_away, self.quotes.layout.units[unit].saved_bytes, 0)
 
-    def _begun_bytes(self, unit: int) -> int:
-        """Gradients on the device while a unit goes back, without those that only persist."""
-        chunks = self.quotes.layout.chunks
-        return sum([chunks[c].gradient_bytes for c in self.quotes.layout.units[unit].trained])
+    def _gradient_bytes(self, chunks: Iterable[int], of_blocks: bool) -> int:
+        """Gradients of those of these chunks that belong to blocks, or to none."""
+        own = self.blocks.chunks
+        found = [c for c in chunks if (c in own) is of_blocks]
+        return sum([self.quotes.layout.chunks[c].gradient_bytes for c in found])
 
-    def _kept_gradient_bytes(self, unit: int) -> int:
-        """Gradients of what always persists, from its first backward to its update."""
-        layout = self.quotes.layout
-        own = [c for c in layout.units[unit].trained if c not in self.blocks.chunks]
-        return sum([layout.chunks[c].gradient_bytes for c in own])
+    @property
+    def _sums_last(self) -> bool:
+        """Whether gradients on the device outlast the backwards that add to them, to the step's end
+        or through its microbatches."""
+        job = self.quotes.job
+        clips = job.recipe.clip_norm is not None
+        return job.microbatches > 1 or clips or not job.has_update
 
     def _fetched_at(self) -> dict[int, list[int]]:
         """By turn of a step, the units whose activations are fetched behind its launch."""
@@ -215,21 +222,19 @@ class StepModel:
         layout, job, own = self.quotes.layout, self.quotes.job, self.blocks.chunks
 
         def states(c: int) -> int:
-            chunk = layout.chunks[c]
-            sums = chunk.gradient_bytes if job.microbatches > 1 else 0
-            return chunk.weight_bytes + chunk.optimizer_bytes + sums
+            return layout.chunks[c].weight_bytes + layout.chunks[c].optimizer_bytes
 
         always = sum([states(c) for c in range(len(layout.chunks)) if c not in own])
-        always -= sum([layout.chunks[c].gradient_bytes for c in range(len(layout.chunks))
-                       if c not in own and job.microbatches > 1])  # fmt: skip
-        sums = np.cumsum([0, *[states(c) for c in own]])
+        persist = np.cumsum([0, *[states(c) for c in own]])[persistent]
+        each = [layout.chunks[c].gradient_bytes for c in own]
+        sums = np.cumsum([0, *each])[persistent] * int(self._sums_last)
         largest = max([0, *[layout.chunks[c].whole_bytes for c in own]])
         others = len(own) - persistent
         here, coming = (np.minimum(count, others) * largest for count in (buffers, buffers + 1))
-        gradient = max([0, *[layout.chunks[c].gradient_bytes for c in own]])
-        leaving = np.where(others > 0, gradient, 0)
-        base = always + sums[persistent]
-        return np.stack([base + coming, base + here, base + coming + leaving])
+        leaving = np.where(others > 0, max([0, *each]), 0)
+        base, early = always + persist, sums * int(job.microbatches > 1)
+        back = base + coming + leaving + sums
+        return np.stack([base + coming + early, base + here + early, back])
 
     def peak_bytes(self, persistent: Ints, buffers: Ints, placement: Ints) -> Ints:
         """The least memory in which configurations run without waiting for it.
@@ -400,8 +405,12 @@ class _Lanes:
             for u in reversed(units[layout.first :]):
                 self._backward(u, k, eager and is_last)
         if job.has_update and not eager:
-            for at in range(self._count):
-                self._update(at, self._compute)
+            own = self._model.blocks.chunks
+            for c, chunk in enumerate(layout.chunks):
+                if c in own:
+                    self._update(own.index(c), self._compute)
+                elif chunk.trains:
+                    self._run(np.full(len(self._index), self._quotes.chunks[c].device_ns))
         return self._compute
 
     # ---- launches

@@ -51,12 +51,14 @@ class CheckpointWriter:
         root: The folder of all checkpoints.
         every: Steps from one to the next.
         facts: Of the job, see traces.training.checkpoints.
+        num_steps: Steps that it is to do.
         kept: How many stay.
     """
 
     root: Path
     every: int
     facts: Mapping[str, Any]
+    num_steps: int
     kept: int = 2
 
     def is_due(self, step: int) -> bool:
@@ -90,7 +92,8 @@ class CheckpointWriter:
         save_file(sections, aside / OPTIMIZER)
         save_file({DRAWN: states.draws}, aside / DRAWS)
         sizes = {name: (aside / name).stat().st_size for name in (WEIGHTS, OPTIMIZER, DRAWS)}
-        about = {"step": step, "facts": dict(self.facts), "bytes": sizes}
+        about = {"step": step, "num_steps": self.num_steps, "bytes": sizes}
+        about["facts"] = dict(self.facts)
         write_text(aside / ABOUT, json.dumps(about, indent=1) + "\n")
         seal(aside, *FILES)
         shutil.rmtree(folder, ignore_errors=True)

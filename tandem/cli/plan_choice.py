@@ -44,6 +44,10 @@ def choice_lines(point: ComposedConfig, run_spec: RunSpec) -> Iterator[str]:
     if (space := searched_space(point, run_spec)) is None:
         return
     search = space.search(room_of(run_spec), 1 + OTHERS)
+    if not search.found:  # it is given, and makes do with less
+        lacks = f"{search.lacks.device_bytes + search.lacks.host_bytes:,} bytes"
+        yield f"planner: {_told(space.everything()[0])}; given, and {lacks} short of running freely"
+        return
     best = search.found[0]
     yield f"planner: {_told(best)}; {_counted(search)}"
     lanes = sorted(space.lanes(best.knobs).items(), key=lambda lane: -lane[1])

@@ -158,7 +158,7 @@ def _short(run_spec: RunSpec) -> RunSpec:
         samples = _longest_first(job.samples)
         if job.learns:  # nothing is served here that feedback would follow
             samples = tuple([sample._replace(release_ns=0, request=None) for sample in samples])
-        few_steps = min(job.num_steps, STEPS)
+        few_steps = min(job.num_steps, job.begun_steps + STEPS)
         return replace(
             trainee, job=replace(job, num_steps=few_steps, samples=samples, learns=False)
         )

@@ -80,7 +80,8 @@ def search_bar(what: str) -> Iterator[Callable[[], object]]:
 
 def amount(work: Sequence[Request | TrainingJob]) -> tuple[int, str]:
     """How much there is to do, and its unit: requests, steps of training, or both as items."""
-    steps = [item.num_steps for item in work if isinstance(item, TrainingJob)]
+    jobs = [item for item in work if isinstance(item, TrainingJob)]
+    steps = [job.num_steps - job.begun_steps for job in jobs]
     requests = len(work) - len(steps)
     return requests + sum(steps), "step" if not requests else "item" if steps else "req"
 

@@ -234,7 +234,11 @@ def writes_checkpoints(run_spec: RunSpec, machine: Machine[Any], folder: Path) -
             asked, job = trainee.asked, trainee.job
             if isinstance(asked, Training) and asked.checkpoint_every:
                 writer = CheckpointWriter(
-                    folder / FOLDER, asked.checkpoint_every, facts_of(job), asked.checkpoints_kept
+                    folder / FOLDER,
+                    asked.checkpoint_every,
+                    facts_of(job),
+                    job.num_steps,
+                    asked.checkpoints_kept,
                 )
                 part.write_checkpoints(job.job_id, writer)
 

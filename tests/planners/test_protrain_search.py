@@ -148,7 +148,7 @@ def test_lower_bounds_are_below_every_time() -> None:
     assert (bounds > 0.5 * times).any(), "a bound that says something"
 
 
-def test_a_20b_model_is_searched_within_a_second() -> None:
+def test_few_configurations_of_a_20b_model_are_timed() -> None:
     """Published: 0.06 s. Not a timed test: what the search times is counted instead."""
     words = ("model=gpt2_shape", "model.hidden_size=8192", "model.num_layers=25", "device=a100",
              "device.host_bytes=1000000000000", "training.recipe.dtype=bfloat16",

@@ -134,6 +134,12 @@ def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_is_used(
     assert len(caplog.records) == 3
     resumed = run(tmp_path / "resumed", *words, f"training.resume={whole}")
     assert losses(resumed) == losses(whole)[2:]
+    weights_file = step_folder(root, 2) / "weights.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[-1] ^= 1
+    weights_file.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_checkpoint(step_folder(root, 2))
     (step_folder(root, 2) / "checkpoint.json").write_text("{}")
     with pytest.raises(ValueError, match=r"checkpoint\.json"):
         read_checkpoint(step_folder(root, 2))
@@ -195,7 +201,7 @@ def test_another_job_is_not_resumed(words: Words, told: str, tmp_path: Path) -> 
 
 
 def test_what_is_not_there_is_not_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no checkpoint there"):
+    with pytest.raises(ValueError, match="no whole checkpoint there"):
         run(tmp_path / "run", "policy=zero_offload", f"training.resume={tmp_path / 'none'}")
     with pytest.raises(ValueError, match="nothing to save or to resume"):
         run(tmp_path / "other", "training.has_update=false", "training.checkpoint_every=1",

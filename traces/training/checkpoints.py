@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from traces.files import checked_text, is_sealed
+from traces.files import checked_bytes, checked_text, is_sealed
 from traces.serving.request import TrainingJob
 
 FOLDER = "checkpoints"  # in the folder of a run
@@ -29,11 +29,13 @@ class Checkpoint:
         folder: Where its files lie.
         step: Steps that were done.
         facts: Of the job, see `facts_of`.
+        num_steps: Steps that the job was to do.
     """
 
     folder: Path
     step: int
     facts: Mapping[str, Any]
+    num_steps: int
 
     def check(self, job: TrainingJob) -> None:
         """Raises a ValueError of one line where a job differs from the one that was saved."""
@@ -45,6 +47,13 @@ class Checkpoint:
                     f"training.resume: {self.folder} is of a job with {name}={other}, and this one "
                     f"has {own}; resume with the settings that it was saved with"
                 )
+        if job.num_steps != self.num_steps and job.recipe.schedule != "constant":
+            log.warning(
+                "training.resume: the learning rate follows the number of steps, which was %s and "
+                "is %s: losses are not those of a job that had as many from its beginning",
+                self.num_steps,
+                job.num_steps,
+            )
         if self.step >= job.num_steps:
             raise ValueError(
                 f"training.resume: {self.folder} has all {self.step} steps of the job; give more "
@@ -104,7 +113,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         size, known = (folder / name).stat().st_size, about["bytes"][name]
         if size != known:
             raise ValueError(f"{folder / name}: {size:,} bytes of {known:,}: it was cut off")
-    return Checkpoint(folder, about["step"], about["facts"])
+        checked_bytes(folder / name)
+    return Checkpoint(folder, about["step"], about["facts"], about["num_steps"])
 
 
 def newest_checkpoint(path: Path) -> Checkpoint:
@@ -127,8 +137,8 @@ def newest_checkpoint(path: Path) -> Checkpoint:
         except ValueError as error:
             log.warning("%s; the checkpoint before it is taken", error)
     raise ValueError(
-        f"training.resume={path}: no checkpoint there; give the folder of a run that had "
-        "training.checkpoint_every"
+        f"training.resume={path}: no whole checkpoint there; give the folder of a run that had "
+        "training.checkpoint_every, and came to its first one"
     )
 
 
