@@ -2,7 +2,9 @@
 
 In simulation, at ten budgets between the least memory in which ProTrain trains a model and that in
 which all of it persists. Rivals are the baselines of training in their originals' order of updates,
-each with every mode of activations and what else it lets one set; the fastest that fits is taken.
+each with every mode of activations for all layers; ZeRO-3 with three prefetches, ZeRO-3 and
+ZeRO-Offload with updates that overlap or not, PatrickStar with two sizes of chunks. The fastest
+that fits is taken.
 Bars: 1 % at each budget, and at half of the budgets 3 % faster. Rows `eager` stand beside without a
 bar: rivals whose updates follow their last backward, as ProTrain's do.
 """

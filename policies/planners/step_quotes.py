@@ -69,7 +69,6 @@ class QuotedChunk(NamedTuple):
         reduce_ns: of the collective that adds its gradients up; 0 without a group.
         host_ns: of its update on the host; None where the host cannot.
         device_ns: of its update on the device.
-        update_bytes: workspace of its update on the device.
     """
 
     load: QuotedCopy
@@ -79,7 +78,6 @@ class QuotedChunk(NamedTuple):
     reduce_ns: int
     host_ns: int | None
     device_ns: int
-    update_bytes: int
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class QuotedStep:
             exchange = gather(self.layout, self.job.job_id, c, 0)
             gather_ns = self.cost.op_ns(exchange.op(0))
         if not chunk.trains or not self.job.has_update:
-            return QuotedChunk(load, none, none, gather_ns, 0, 0, 0, 0)
+            return QuotedChunk(load, none, none, gather_ns, 0, 0, 0)
         if self.layout.ranks > 1:
             training = TrainingProgress(self.job, self.layout)
             reduce_ns = self.cost.op_ns(reduction(training, c, 0, reuses=False).op(0))
@@ -211,8 +209,7 @@ class QuotedStep:
             host_ns = None
         out = self._copy(chunk.gradient_bytes, is_out=True)
         back = self._copy(chunk.gradient_bytes, is_out=False)
-        ns, worked = self._op_ns(here), sum([op.nbytes for op in here.grows])
-        return QuotedChunk(load, out, back, gather_ns, reduce_ns, host_ns, ns, worked)
+        return QuotedChunk(load, out, back, gather_ns, reduce_ns, host_ns, self._op_ns(here))
 
     def _op_ns(self, launch: LaunchFootprint) -> int:
         op = Compute((launch.piece,), launch.reads, launch.writes, 0, launch.on, launch.again)

@@ -19,7 +19,6 @@ from traces.training.checkpoints import (
     FILES,
     OPTIMIZER,
     WEIGHTS,
-    read_checkpoint,
     step_folder,
 )
 
@@ -103,18 +102,14 @@ class CheckpointWriter:
 
 
 def saved_states(folder: Path) -> SavedStates:
-    """Reads a checkpoint.
+    """Reads the states of a checkpoint that was found whole, see traces.training.checkpoints.
 
     Args:
-        folder: Of one checkpoint.
+        folder: Of that checkpoint.
 
     Returns:
         Its states.
-
-    Raises:
-        ValueError: It is not whole; one line.
     """
-    read_checkpoint(folder)
     weights = {int(name): part for name, part in load_file(folder / WEIGHTS).items()}
     sections = dict[int, list[Tensor]]()
     found = load_file(folder / OPTIMIZER)

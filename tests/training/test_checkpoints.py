@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from analysis.run import load
+from tandem.cli.errors import RunFailed
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tests.support.pressure import BF16, CLIP, DROPOUT, LORA, SGD, TIED, Words
@@ -110,7 +111,7 @@ def test_a_killed_run_is_resumed_by_its_folder(
         forward(self, unit, microbatch, *rest)
 
     monkeypatch.setattr(Trainer, "forward", until_killed)
-    with pytest.raises(Exception, match=r".*"):
+    with pytest.raises(RunFailed, match="Killed"):
         run(tmp_path / "killed", *words)
     monkeypatch.undo()
     resumed = run(tmp_path / "resumed", *words, f"training.resume={tmp_path / 'killed'}")
