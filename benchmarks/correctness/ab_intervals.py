@@ -11,7 +11,8 @@ rate over that served when all requests are there at once.
    one pool, reshuffled until there are enough comparisons: they are not all independent, which
    widens the spread of the share and leaves its mean.
 3. Durations 3 % longer, SEEDS seeds a side, paired: each of the three means must be told worse in
-   80 % of the trials, whose seeds are disjoint.
+   80 % of the trials, whose seeds are disjoint. Launches of both sides vary at random by 20 %, each
+   by itself, so that pairs are not two times one run.
 4. For one comparison of each kind `against`, which `tandem compare` uses, gives those intervals.
 5. One pair of runs above 90 % load says that its intervals need seeds.
 6. Printed without a bar: one pair of reruns of one trace, whose launches vary at random. Its
@@ -69,7 +70,7 @@ class Slowed(Constant):
 
 
 @dataclass(frozen=True)
-class Varied(Constant):
+class Varied(Slowed):
     """Launches whose durations vary at random."""
 
     rng: np.random.Generator = field(default_factory=np.random.default_rng)
@@ -105,9 +106,13 @@ def run(
     return Run(Path("run"), {"backend": "sim"}, {"seed": 0}, **frames)
 
 
-def means(seed: int, rate: float, count: int, factor: float = 1.0) -> list[float]:
-    """Mean TTFT, TPOT and E2E of a run, in seconds."""
-    rows = latencies(run(requests_of(seed, rate, count), factor))
+def means(
+    seed: int, rate: float, count: int, factor: float = 1.0, varies: bool = False
+) -> list[float]:
+    """Mean TTFT, TPOT and E2E of a run, in seconds; launches may vary by seed and factor."""
+    rng = np.random.default_rng([seed, round(1000 * factor)])
+    cost = Varied(LAUNCH_NS, TOKEN_NS, factor=factor, rng=rng) if varies else None
+    rows = latencies(run(requests_of(seed, rate, count), factor, cost=cost))
     return [float(np.nanmean(rows[f"{metric}_s"])) for metric in LATENCIES]
 
 
@@ -218,8 +223,11 @@ def main() -> int:
             shares += row.tolist()
             _show(f"load {load:.0%}: excludes 0, {name}", row)
         count = trials * SEEDS
-        slow = np.array([means(seed, rate, REQUESTS, SLOWER) for seed in range(count)])
-        row = detections(pool[:count], slow, trials)
+        sides = [
+            np.array([means(seed, rate, REQUESTS, factor, varies=True) for seed in range(count)])
+            for factor in (1.0, SLOWER)
+        ]
+        row = detections(*sides, trials)
         found += row.tolist()
         _show(f"load {load:.0%}: 3 % slower is told", row)
         row = alarms_of_one_pair(rate, PAIRS // 10 if is_quick else PAIRS)

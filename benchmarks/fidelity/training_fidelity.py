@@ -4,9 +4,10 @@ Tables are fitted to short jobs of two layers in two policies, without pressure.
 other depths, microbatches, policies, modes of activations and tight budgets. Both clocks count time
 in reference works (runtime/measure/reference.py), because the machine's speed changes by a third
 within seconds. Slower changes are seen by a probe, a job of the calibration's kind, before and
-after every judged run: its measured step over its predicted one is the pace of the run's
-prediction. A run is discarded if its two probes differ by more than 3 %. None of this looks at the
-judged run; the prediction without a pace is printed beside it. Step time must be within 5 % on the
+after every judged run: its step over the one that was measured behind the calibration is the pace
+of the run's prediction. A run is discarded if its two probes differ by more than 3 %. None of this
+looks at the judged run, nor at what tables say of the probe; the prediction without a pace is
+printed beside it. Step time must be within 5 % on the
 service clock and 10 % on the wall clock, with copies throttled to 0.5 GB/s; the device's peak by
 both ledgers within 3 %. A meter that is independent of the ledger checks it in lockstep: bytes
 between launches are equal but for token ids, and the workspace of each launch of a unit is within
@@ -16,12 +17,12 @@ between launches are equal but for token ids, and the workspace of each launch o
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -35,9 +36,8 @@ from benchmarks.fidelity.cases import keep, say, verdict_of
 from benchmarks.fidelity.launch_peaks import watched
 from benchmarks.fidelity.training_cases import CALIBRATED, ROOMY, TrainingCase, check_unseen, common
 from runtime.measure.shapes import Microbatch
-from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
-from tandem.fidelity.protocol import ATTEMPTS, run
+from tandem.fidelity.protocol import ATTEMPTS, clock_of, run
 from tandem.wiring.profile import calibrate_training
 
 OUT = Path("benchmarks/results/training_fidelity.csv")
@@ -48,6 +48,7 @@ MEASURED = ("backend=cpu", "backend.probe_look_s=null")  # probes are jobs here
 PROBE = ("policy=zero_offload", "planner.modes=keep", "model.num_layers=2", *ROOMY)
 PROBE += ("training.sequences=4", "training.sequence_tokens=64", "training.num_steps=24")
 STILL = ("device.host_plan_ns=0", "device.host_slice_ns=0")  # a meter finds nothing in flight
+AT_CALIBRATION = 3  # probes behind a calibration
 CASES = (
     TrainingCase("zero3_offload", "keep", 6, Microbatch(3, 120), 0.6),
     TrainingCase("zero_offload", "recompute", 4, Microbatch(2, 152), 0.5, microbatches=2),
@@ -129,16 +130,26 @@ def calibrated(clock: str, recipe: str, folder: Path) -> Path:
     return folder
 
 
+class JudgedJob(Protocol):
+    """What is measured: a name for the table, a recipe with a calibration, and the settings."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def recipe(self) -> str: ...
+
+    def settings(self, num_steps: int) -> tuple[str, ...]: ...
+
+
 def reruns(
-    case: TrainingCase, clock: str, profile: Path, chosen: argparse.Namespace, root: Path
+    case: JudgedJob, clock: str, profile: Path, chosen: argparse.Namespace, root: Path
 ) -> list[TrainingPair]:
     """Accepted runs: as many as --reruns, or fewer if the machine is not steady for long enough."""
-    reference = json.loads((profile / "profile.json").read_text(encoding="utf-8"))["reference_ns"]
-    clock_override = f"backend.reference_ns={json.dumps(reference, separators=(',', ':'))}"
-    backend = (*MEASURED, f"backend.clock={clock}", clock_override)
+    backend = (*MEASURED, f"backend.clock={clock}", clock_of(profile))
     folder, settings = root / case.name.replace(" ", "-"), case.settings(chosen.steps)
     job = (*common(case.recipe), *PROBE)
-    probe = plan_run(composed([*job, f"profile={profile}", "backend=sim"])).step_s
+    probe = probe_of((*job, *backend), profile)
     accepted = list[TrainingPair]()
     before = probed((*job, *backend), folder / "probe-0") / probe
     for attempt in range(ATTEMPTS * chosen.reruns):
@@ -157,13 +168,22 @@ def reruns(
     return accepted
 
 
+def probe_of(settings: Sequence[str], profile: Path) -> float:
+    """The median step of the probes behind a calibration, measured before its first case."""
+    found = [
+        probed(settings, profile.with_name(f"{profile.name}-probe-{number}"))
+        for number in range(AT_CALIBRATION)
+    ]
+    return float(np.median(found))
+
+
 def probed(settings: Sequence[str], folder: Path) -> float:
     """The settled step of the probe, measured."""
     return step_s(run(settings, folder))
 
 
 def timed_rows(
-    case: TrainingCase, clock: str, pairs: Sequence[TrainingPair], wanted: int
+    case: JudgedJob, clock: str, pairs: Sequence[TrainingPair], wanted: int
 ) -> pd.DataFrame:
     """Medians over reruns of step time and peak, with their signed errors."""
     name = f"{case.name} {clock}"

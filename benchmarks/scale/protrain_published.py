@@ -21,7 +21,7 @@ import pandas as pd
 from benchmarks.fidelity.cases import finish, say
 from benchmarks.fidelity.reproduction import write_page
 from policies.training.out_of_memory import DoesNotFit
-from tandem.cli.plan_choice import room_of, searched_space
+from tandem.cli.plan_choice import searched
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 
@@ -83,9 +83,9 @@ def swaps_chosen(batch: int) -> int | None:
         found = plan_run(point)
     except DoesNotFit:
         return None
-    space = searched_space(point, found.run_spec)
-    assert space is not None, "protrain searches"
-    (chosen,) = space.search(room_of(found.run_spec)).found
+    what = searched(point, found.run_spec)
+    assert what is not None, "protrain searches"
+    (chosen,) = what.space.search(what.room).found
     return chosen.knobs.swaps
 
 

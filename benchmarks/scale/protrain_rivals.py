@@ -21,7 +21,7 @@ import pandas as pd
 
 from benchmarks.fidelity.cases import finish, say
 from policies.training.out_of_memory import DoesNotFit
-from tandem.cli.plan_choice import searched_space
+from tandem.cli.plan_choice import searched
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tandem.wiring.run_spec import run_spec_of
@@ -70,9 +70,9 @@ def step_s(words: Sequence[str]) -> float:
 def budgets(words: Sequence[str], count: int) -> list[int]:
     """Bytes in even steps between the least and what is enough for all to persist."""
     point = composed([*BASE, *words, "policy=protrain"])
-    space = searched_space(point, run_spec_of(point))
-    assert space is not None, "protrain searches"
-    found = space.everything()
+    what = searched(point, run_spec_of(point))
+    assert what is not None, "protrain searches"
+    space, found = what.space, what.space.everything()
     chunks = len(space.model.blocks.chunks)
     whole = [one for one in found if one.knobs.persistent == chunks
              and not (one.knobs.swaps or one.knobs.checkpoints)]  # fmt: skip

@@ -24,7 +24,7 @@ from benchmarks.fidelity.cases import finish, say
 from engine.contract.regions import Tier
 from policies.planners.blocks import Configuration
 from policies.planners.search import Space, TimedConfiguration
-from tandem.cli.plan_choice import searched_space
+from tandem.cli.plan_choice import searched
 from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
@@ -64,9 +64,9 @@ BUDGETS = 9
 
 def space_of(words: Sequence[str]) -> Space:
     point = composed([*BASE, *words])
-    space = searched_space(point, run_spec_of(point))
-    assert space is not None, "protrain searches"
-    return space
+    what = searched(point, run_spec_of(point))
+    assert what is not None, "protrain searches"
+    return what.space
 
 
 def simulated(

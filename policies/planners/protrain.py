@@ -48,9 +48,11 @@ class ProTrainLayout:
         chunk_elements: numbers in a chunk; 0: the size that wastes least, see `searched_size`.
         shards: in a group each device has a part of every chunk; false: all of it.
         gradients_out: of the memory policy; see ProTrain.
+        device_share: of the device, that training may take: its share beside requests.
+        host_share: of the host.
 
     Raises:
-        ValueError: a number is below 0.
+        ValueError: a number is below 0, or a share is not in [0, 1].
     """
 
     persistent: int | None = None
@@ -62,8 +64,13 @@ class ProTrainLayout:
     chunk_elements: int = 0
     shards: bool = True
     gradients_out: int = GRADIENTS_OUT
+    device_share: float = 1.0
+    host_share: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("device_share", "host_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"protrain: {name} is {getattr(self, name)}, not in [0, 1]")
         names = ("persistent", "buffers", "swaps", "checkpoints", "interval", "chunk_elements")
         for name in (*names, "gradients_out"):
             if (getattr(self, name) or 0) < 0:
@@ -82,9 +89,23 @@ class ProTrainLayout:
             ValueError: there are fewer blocks or chunks than the knobs ask for.
             OutOfMemory: no configuration fits; the deficit is that of the one that lacks least.
         """
-        room = TierBytes(capacity_bytes[Tier.GPU, 0], capacity_bytes.get((Tier.HOST, 0), 0))
+        room = self.room(capacity_bytes)
         layouts = {job.job_id: self.laid_out(shapes[job.job_id], job, room, cost) for job in jobs}
-        return Layout(places=held_places(layouts, jobs, capacity_bytes), training=layouts)
+        own = {(Tier.GPU, 0): room.device_bytes, (Tier.HOST, 0): room.host_bytes}
+        return Layout(places=held_places(layouts, jobs, own), training=layouts)
+
+    def room(self, capacity_bytes: Mapping[Pool, int]) -> TierBytes:
+        """What training may use of a device and its host.
+
+        Args:
+            capacity_bytes: per pool.
+
+        Returns:
+            Its shares of them.
+        """
+        host_bytes = capacity_bytes.get((Tier.HOST, 0), 0)
+        device_bytes = capacity_bytes[Tier.GPU, 0]
+        return TierBytes(int(device_bytes * self.device_share), int(host_bytes * self.host_share))
 
     def laid_out(
         self, shape: TrainingShape, job: TrainingJob, room: TierBytes, cost: Cost

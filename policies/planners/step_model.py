@@ -274,7 +274,7 @@ class StepModel:
         return np.asarray(is_away @ np.array([u.saved_bytes for u in units], np.int64), np.int64)
 
     def host_states_bytes(self, persistent: Ints) -> Ints:
-        """Bytes on the host of states that do not persist, and of their gradients.
+        """Bytes on the host of states that do not persist, their gradients, and an update.
 
         Args:
             persistent: chunks of blocks that persist.
@@ -285,7 +285,9 @@ class StepModel:
         own = [self.quotes.layout.chunks[c] for c in self.blocks.chunks]
         each = [c.weight_bytes + c.optimizer_bytes + c.gradient_bytes for c in own]
         sums = np.cumsum([0, *each])
-        return np.asarray(sums[-1] - sums[persistent], np.int64)
+        work = np.array([*[c.update_bytes for c in own], 0], np.int64)
+        largest = np.maximum.accumulate(work[::-1])[::-1]  # of the chunks from each one on
+        return np.asarray(sums[-1] - sums[persistent] + largest[persistent], np.int64)
 
     # ---- time
     def bounds_ns(self, persistent: Ints, buffers: Ints) -> Ints:

@@ -171,12 +171,18 @@ class Units:
         angles = () if self._rotary is None or hidden is None else self._turns(hidden, ids)
         return (self._places(ids), *angles)
 
+    def forget_constants(self) -> None:
+        """Lets go of positions and angles: the next launch makes them anew."""
+        self._counted.clear()
+        self._angles.clear()
+
     def tables(self) -> list[Tensor]:
         """All that the model keeps beside its parameters: buffers, positions, angles."""
         angles = (tensor for turns in list(self._angles.values()) for tensor in turns)
         return [*self._model.buffers(), *self._counted.values(), *angles]
 
-    def _modules(self, unit: int) -> list[nn.Module]:
+    def modules(self, unit: int) -> list[nn.Module]:
+        """The modules that a unit runs; a table that is also its positions' comes twice."""
         if unit == 0:
             positions = first_of(self._body, "wpe", "embed_positions", "embed_tokens")
             return [self._model.get_input_embeddings(), positions]
@@ -189,7 +195,7 @@ class Units:
         number = {id(parameter): i for i, parameter in enumerate(parameters)}
         found = []
         for unit in range(self.num_units):
-            own = {number[id(p)] for module in self._modules(unit) for p in module.parameters()}
+            own = {number[id(p)] for module in self.modules(unit) for p in module.parameters()}
             found.append(tuple(sorted(own)))
         missing = set(range(len(parameters))) - {i for own in found for i in own}
         if missing:

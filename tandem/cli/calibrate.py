@@ -37,10 +37,22 @@ def main(words: Sequence[str]) -> int:
         action="store_true",
         help="replays whose requests arrive as arrival=... says, for a profile of that load",
     )
-    chosen = parser.parse_args(words)
+    parser.add_argument(
+        "--units",
+        action="store_true",
+        help="measure no profile, but each unit of the model that training=... trains, alone: "
+        "times, bytes and peaks, into units.csv",
+    )
+    chosen = parser.parse_intermixed_args(words)
     backend = [] if any(o.startswith("backend=") for o in chosen.overrides) else ["backend=cpu"]
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
     folder = chosen.out or default_folder(point)
+    if chosen.units:
+        from tandem.cli.unit_table import measured_units
+
+        for line in measured_units(point, folder):
+            print(line)
+        return 0
     began = time.perf_counter()
     is_training = (point.config.get("training") or {}).get("_target_") is not None
     if is_training and not finetunes(point):

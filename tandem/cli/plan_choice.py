@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from engine.contract.regions import Tier
 from policies.planners.blocks import Configuration
 from policies.planners.protrain import ProTrainLayout
 from policies.planners.search import Search, Space, TierBytes, TimedConfiguration
@@ -20,7 +20,19 @@ OTHERS = 3  # runners-up that are told
 COLUMNS = (*Configuration._fields, "step_s", "device_bytes", "host_bytes", "fits")
 
 
-def searched_space(point: ComposedConfig, run_spec: RunSpec) -> Space | None:
+class Searched(NamedTuple):
+    """What a planner searches.
+
+    Attributes:
+        space: The configurations that its knobs allow.
+        room: What it may use of the device and the host.
+    """
+
+    space: Space
+    room: TierBytes
+
+
+def searched(point: ComposedConfig, run_spec: RunSpec) -> Searched | None:
     """What the planner of a point searches; None where it searches nothing."""
     node = planner_of(point.config)
     if node.get("_target_") is None or len(run_spec.trainees) != 1:
@@ -30,20 +42,16 @@ def searched_space(point: ComposedConfig, run_spec: RunSpec) -> Space | None:
         return None
     (trainee,) = run_spec.trainees
     cost = PolicyCost(run_spec.quotes, lambda place: 0, run_spec.quote_pace)
-    return planner.space(trainee.shape, trainee.job, cost)[0]
-
-
-def room_of(run_spec: RunSpec) -> TierBytes:
-    """What a planner may use of the device and the host."""
-    capacity = run_spec.room.capacity_bytes
-    return TierBytes(capacity[Tier.GPU, 0], capacity.get((Tier.HOST, 0), 0))
+    space, _ = planner.space(trainee.shape, trainee.job, cost)
+    return Searched(space, planner.room(run_spec.room.capacity_bytes))
 
 
 def choice_lines(point: ComposedConfig, run_spec: RunSpec) -> Iterator[str]:
     """The choice, what bounds it, and runners-up; nothing where the planner searches nothing."""
-    if (space := searched_space(point, run_spec)) is None:
+    if (found := searched(point, run_spec)) is None:
         return
-    search = space.search(room_of(run_spec), 1 + OTHERS)
+    space, room = found
+    search = space.search(room, 1 + OTHERS)
     if not search.found:  # it is given, and makes do with less
         lacks = f"{search.lacks.device_bytes + search.lacks.host_bytes:,} bytes"
         yield f"planner: {_told(space.everything()[0])}; given, and {lacks} short of running freely"
@@ -74,9 +82,9 @@ def write_surface(point: ComposedConfig, run_spec: RunSpec, path: Path) -> int |
 
     None where the planner of the point searches nothing.
     """
-    if (space := searched_space(point, run_spec)) is None:
+    if (found := searched(point, run_spec)) is None:
         return None
-    room, rows = room_of(run_spec), space.everything()
+    room, rows = found.room, found.space.everything()
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

@@ -272,3 +272,52 @@ def test_more_that_persists_takes_more_and_checkpoints_take_time(
     steps = found.pivot_table(index="persistent", columns="checkpoints", values="step_s")
     assert (peaks.loc[4] > peaks.loc[0]).all() and (peaks[0] > peaks[4]).all()
     assert (steps[4] > steps[0]).all()
+
+
+@pytest.mark.slow
+def test_swaps_are_chosen_where_the_link_is_fast(tmp_path: Path, unrendered: None) -> None:
+    """What is searched is never slower than what may not swap, and swaps where the link is fast."""
+    words = ["model.num_layers=8", "training.sequences=8", "device.link_ns=0"]
+    words += ["device.to_device_bytes_per_s=1e8,1e9,1e10", "budget.device_bytes=8000000"]
+    found = swept("link_bandwidth_swaps", tmp_path, *words)
+    steps = found.pivot_table(index="link_bytes_per_s", columns="swaps", values="step_s")
+    copied = found.pivot_table(index="link_bytes_per_s", columns="swaps", values="copied_bytes")
+    assert (steps["searched"] <= 1.01 * steps["0"]).all()
+    assert (copied["searched"] > copied["0"]).iloc[-1], "activations cross a fast link"
+
+
+@pytest.mark.slow
+def test_configurations_are_predicted_and_measured(tmp_path: Path, unrendered: None) -> None:
+    words = ["model.num_layers=4", "planner.persistent=0,4", "planner.checkpoints=0,4"]
+    found = swept("estimator_error", tmp_path, *words)
+    assert len(found) == 4
+    for name, unit in (("step", "s"), ("peak", "bytes")):
+        ratio = found[f"predicted_{unit}"] / found[f"measured_{unit}"] - 1
+        assert found[f"{name}_error"].tolist() == pytest.approx(ratio.tolist())
+    assert found["peak_error"].abs().max() < 0.15, "what runs ahead depends on time, little"
+
+
+@pytest.mark.slow
+def test_a_plan_is_searched_again_for_each_load(tmp_path: Path, unrendered: None) -> None:
+    """Two sweeps in one folder: what breathes beside plans for several shares."""
+    common = [
+        "model=micro_llama",
+        "training.sequence_tokens=32",
+        "limit=12",
+        "arrival.rate=4.0,8.0",
+    ]
+    for name, *words in (
+        ("both", "policy=elastic,time_shared"),
+        ("shares", "policy=time_shared_protrain", "memory.device_share=0.3,0.5,0.7"),
+    ):
+        out = ["--engine", "serial", "--out", str(tmp_path / "all" / name)]
+        assert main(["sweep", "experiment=breathing_kv", *common, *words, *out]) == 0
+    assert main(["report", str(tmp_path / "all")]) == 0
+    found = pd.read_csv(tmp_path / "all" / "report" / "figures" / "breathing_kv.csv")
+    trained = found.pivot_table(index="rate_per_s", columns="policy", values="train_tokens_per_s")
+    again, fixed = "time_shared_protrain, searched again", "time_shared_protrain"
+    assert {*trained.columns} == {"elastic", "time_shared", fixed, again}
+    latency = found.pivot_table(index="rate_per_s", columns="policy", values="mean_tpot_s")
+    assert (latency[again] <= 1.05 * latency[fixed]).all(), "requests are delayed little"
+    is_close = latency[fixed] <= latency[again]  # then the fixed plan was there to be chosen
+    assert (trained[again] >= trained[fixed])[is_close].all()

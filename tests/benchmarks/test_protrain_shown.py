@@ -10,6 +10,8 @@ RUNS = "tests/planners/test_protrain_runs.py"
 SEARCH = "tests/planners/test_protrain_search.py"
 STAGES = "tests/engine/test_stages.py"
 SAVED = "tests/training/test_checkpoints.py"
+UNITS = "tests/training/test_unit_profile.py"
+DRAWN = "tests/analysis/test_experiments.py"
 
 SHOWN = {
     # order as data
@@ -55,6 +57,12 @@ SHOWN = {
         f"{RUNS}::test_a_host_update_begins_when_its_gradients_have_come_and_its_lane_is_free"
     ),
     "a 20B model is searched": f"{SEARCH}::test_few_configurations_of_a_20b_model_are_timed",
+    # the profiler
+    "units alone: bytes equal the tape's": f"{UNITS}::test_bytes_are_those_of_the_tape",
+    "a model four times the arena, inside it": (
+        f"{UNITS}::test_a_model_of_four_times_the_device_is_measured_inside_it"
+    ),
+    "what module hooks miss": f"{UNITS}::test_hooks_miss_what_no_module_makes",
     # checkpoints
     "resumed bit for bit, every policy": (
         f"{SAVED}::test_a_resumed_job_ends_as_if_it_had_never_stopped"
@@ -67,13 +75,14 @@ SHOWN = {
     ),
     "adapters as peft's": f"{SAVED}::test_adapters_are_saved_as_peft_saves_them",
     "experiment knob_surface": (
-        "tests/analysis/test_experiments.py"
-        "::test_more_that_persists_takes_more_and_checkpoints_take_time"
+        f"{DRAWN}::test_more_that_persists_takes_more_and_checkpoints_take_time"
     ),
+    "experiment link_bandwidth_swaps": f"{DRAWN}::test_swaps_are_chosen_where_the_link_is_fast",
+    "experiment estimator_error": f"{DRAWN}::test_configurations_are_predicted_and_measured",
+    "experiment breathing_kv": f"{DRAWN}::test_a_plan_is_searched_again_for_each_load",
     "published ratios to ZeRO-3 on four A100": "benchmarks/scale/protrain_published.py",
 }
 ABSENT = {
-    "profiler unit by unit on any backend": "not written yet",
     "twelve configurations measured on the service clock": "needs a machine at rest",
     "estimator against cpu, three recipes": "needs a machine at rest",
     "no swaps on an RTX 3090": (
@@ -83,8 +92,10 @@ ABSENT = {
     "everything persistent within 2 % of train_on_device and 3 % of a loop": (
         "needs a machine at rest"
     ),
-    "experiments estimator_error, breathing_kv, link_bandwidth with swaps": "not written yet",
-    "tandem plan --surface as a figure": "it is a CSV file so far",
+    "a plan that is searched again while a job trains": (
+        "a layout stands for a job; breathing_kv searches again for each load"
+    ),
+    "profiler on a GPU": "no GPU was at hand",
     "a GPU in an emulated 24 GB": "no GPU was at hand",
 }
 

@@ -19,7 +19,6 @@ from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import RunSpec, run_spec_of
-from tests.training.trainings import GPU
 
 KEEP, AGAIN, AWAY = Mode.KEEP, Mode.RECOMPUTE, Mode.OFFLOAD
 CPU = (
@@ -62,18 +61,27 @@ def everything(space: Space) -> list[TimedConfiguration]:
 
 def simulated(words: tuple[str, ...], one: TimedConfiguration) -> tuple[float, int]:
     """Nanoseconds of a step, and the device's peak, in the memory that the planner asks for."""
+    step_ns, peaks = simulated_in(words, one, f"budget.device_bytes={one.peak_bytes}")
+    return step_ns, peaks["gpu"]
+
+
+def simulated_in(
+    words: tuple[str, ...], one: TimedConfiguration, *budget: str
+) -> tuple[float, dict[str, int]]:
+    """Nanoseconds of a step, and the most that each tier has in use."""
     fields = zip(one.knobs._fields, one.knobs, strict=True)
     given = [f"planner.{name}={value}" for name, value in fields]
-    found = configured(*words, *given, f"budget.device_bytes={one.peak_bytes}")
-    assert found.room.capacity_bytes[GPU] == one.peak_bytes
+    found = configured(*words, *given, *budget)
     with backend_of(found, composed([*BASE, *words]).config["backend"]) as backend:
         engine = engine_of(found, backend)
         engine.replay([trainee.job for trainee in found.trainees])
     tables = engine.recorder.tables()
     ends = [row["end_ns"] for row in tables["training"].to_pylist()]
-    rows = [row for row in tables["memory"].to_pylist() if row["tier"] == "gpu"]
-    used = max([row["capacity_bytes"] - row["free_bytes"] for row in rows])
-    return (ends[-1] - ends[-3]) / 2, used
+    peaks = dict[str, int]()
+    for row in tables["memory"].to_pylist():
+        used = row["capacity_bytes"] - row["free_bytes"]
+        peaks[row["tier"]] = max(used, peaks.get(row["tier"], 0))
+    return (ends[-1] - ends[-3]) / 2, peaks
 
 
 @pytest.mark.broad(3)
@@ -90,6 +98,21 @@ def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
         errors.append(abs(one.step_ns / step_ns - 1))
         assert used <= one.peak_bytes <= 1.1 * used, one
     assert np.percentile(errors, 95) <= 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_configuration_runs_in_the_host_memory_that_is_foreseen(dtype: str) -> None:
+    """Beside the device's. It uses four fifths of the host's: buffers and states that persist at
+    the same time are rare. Where memory is ample, plans run further ahead and use more."""
+    words = (*SLOW_LINK, "device.host_bytes=4000000000", f"training.recipe.dtype={dtype}")
+    found = everything(space_of(words))
+    for one in found[:: max(1, len(found) // 12)]:
+        exact = (f"budget.device_bytes={one.peak_bytes}", f"budget.host_bytes={one.host_bytes}")
+        _, peaks = simulated_in(words, one, *exact)
+        assert peaks["gpu"] <= one.peak_bytes
+        assert 0.8 * one.host_bytes <= peaks["host"] <= one.host_bytes, one
+        _, ample = simulated_in(words, one)
+        assert ample["gpu"] >= peaks["gpu"] and ample["host"] >= peaks["host"]
 
 
 @pytest.mark.broad(2)

@@ -178,3 +178,60 @@ tide_under_kv = beside(
     ),
     TRAINED,
 )
+
+
+AGAIN, SLACK, FIXED = "time_shared_protrain, searched again", 1.05, 0.5
+SHARE = "config.memory.device_share"
+
+
+def breathing_kv_data(runs: pd.DataFrame) -> pd.DataFrame:
+    """The figures of each finished run by load, and those of plans that are searched for each load.
+
+    Where ProTrain ran in several shares of the device, half of it is the fixed plan's.
+    The plan that is searched again has, at each load, the share that trains fastest among those
+    whose mean TPOT is at most 5 % above the least; the way from plan to plan takes no time.
+
+    Args:
+        runs: the table of `tandem collect`.
+
+    Returns:
+        Columns policy, rate_per_s, device_share and those of the figures.
+    """
+    rows = finished(runs)
+    data = pd.DataFrame({"policy": rows["policy"], RATE: rows["config.arrival.rate"].astype(float)})
+    data["device_share"] = rows.reindex(columns=[SHARE])[SHARE].astype(float)
+    for axis in (TRAINED, LATENCY):
+        data[axis.column] = rows[axis.column].astype(float)
+    data = data.sort_values(["policy", RATE, "device_share"]).reset_index(drop=True)
+    searches = data["policy"].eq(AGAIN.partition(",")[0])
+    tried = data[searches]
+    if tried["device_share"].nunique() < 2:
+        return data
+    fixed = tried[tried["device_share"].eq(FIXED)]
+    chosen = [_fastest(part) for _, part in tried.groupby(RATE)]
+    again = pd.concat(chosen).assign(policy=AGAIN)
+    return pd.concat([data[~searches], fixed, again]).reset_index(drop=True)
+
+
+def _fastest(part: pd.DataFrame) -> pd.DataFrame:
+    """The row, of the plans at one load the one that trains fastest and delays requests little."""
+    kept = part[part[LATENCY.column] <= SLACK * part[LATENCY.column].min()]
+    fastest: pd.DataFrame = kept.nlargest(1, TRAINED.column)
+    return fastest
+
+
+def breathing_kv(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
+    """Draws training and latency by load: memory that breathes, and plans for a share of it."""
+    data, x = breathing_kv_data(runs), FigureAxis(RATE, "requests per second")
+    axes = iter((TRAINED, LATENCY))
+
+    def draw(part: pd.DataFrame, ax: Any) -> Any:
+        return plot_lines(part, ax, x, next(axes), "policy")
+
+    text = (
+        "Plans under keys and values",
+        "Left: tokens trained per second. Right: mean TPOT of the requests. elastic gives each "
+        "side what the other leaves; time_shared and ProTrain's plan keep a share; a plan that is "
+        "searched again has another share at each load.",
+    )
+    return panel("breathing_kv", [data, data], draw, (9.5, 3.6), folder, text=text)
