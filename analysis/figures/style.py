@@ -40,6 +40,7 @@ COLORS = {
     "patrickstar": "#1A9850",
     "protrain": "#8400C0",
     "time_shared": "#D6604D",
+    "time_shared_protrain": "#B8A060",
     "coserve": "#00E000",
     "coserve_slo": "#0000F0",
     "coserve_vtc": "#B0D010",

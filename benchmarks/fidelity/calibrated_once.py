@@ -1,4 +1,4 @@
-"""Claim: what a user gets who calibrates once, then predicts and measures, as the guide tells it.
+"""Claim: one calibration, then predictions and measurements, as the guide tells it, come close.
 
 A model, a policy and conversations that no claim of cpu_fidelity has, at 50 and 80 % of the
 capacity. `tandem calibrate --stream` at the load's rate, then `tandem run` in the simulator and,

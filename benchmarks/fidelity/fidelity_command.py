@@ -43,10 +43,11 @@ COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "bar", "used"]
 
 @dataclass(frozen=True)
 class UnseenWorkload:
-    """A model and a policy that no other claim of fidelity has."""
+    """A model and a policy that no other claim of fidelity has, and what else is set."""
 
     model: str
     policy: str
+    more: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,13 +58,14 @@ class UnseenWorkload:
     def settings(self) -> list[str]:
         """Settings of the command."""
         chosen = [f"model={self.model}", f"policy={self.policy}", f"--config-dir={CONF}"]
-        return [*chosen, "scheduling.max_jobs=48"]
+        return [*chosen, "scheduling.max_jobs=48", *self.more]
 
 
 WORKLOADS = (
     UnseenWorkload("tiny_qwen3", "vllm_v1"),
     UnseenWorkload("tiny_gpt2", "sarathi"),
-    UnseenWorkload("tiny_opt", "orca"),
+    # Orca reserves a sequence of full length for each request: of 256 MiB it serves three at once.
+    UnseenWorkload("tiny_opt", "orca", ("device.memory_bytes=536870912",)),
 )
 
 CASES = {f"{w.name}@{load:.0%}": (w, load) for w in WORKLOADS for load in LOADS}

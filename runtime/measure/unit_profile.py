@@ -222,7 +222,7 @@ class UnitProfiler:
         made = torch.empty(shape, dtype=self._dtype, device=self._device).normal_()
         return made.requires_grad_(unit > self._units.first)
 
-    def _flow(self, unit: int, out: Tensor) -> Tensor | None:
+    def _output_gradient(self, unit: int, out: Tensor) -> Tensor | None:
         """A random gradient of the output; a loss needs none."""
         return None if unit == self.num_units - 1 else torch.empty_like(out).normal_()
 
@@ -245,7 +245,7 @@ class UnitProfiler:
                 out = self._forward(unit, hidden)
             out_bytes = storage_bytes([out])
             light_bytes = tracker.peak_bytes - out_bytes
-            flow = self._flow(unit, out)
+            gradient = self._output_gradient(unit, out)
             del out
             grad = torch.set_grad_enabled(self._records(unit))
             with ModuleTracker() as seen, StorageTracker() as tracker, grad:
@@ -258,7 +258,7 @@ class UnitProfiler:
                     passed = _passed_down(hidden)
                     booked_bytes = tracker.live_bytes + storage_bytes(passed)
                     tracker.peak_bytes = tracker.live_bytes
-                    torch.autograd.grad(out, [*_trained(own), *passed], flow)
+                    torch.autograd.grad(out, [*_trained(own), *passed], gradient)
                     backward_bytes = max(0, tracker.peak_bytes - booked_bytes)
             peaks = (forward_bytes, light_bytes, backward_bytes)
             return storage_bytes(own), saved_bytes, *peaks, between_bytes
@@ -269,13 +269,13 @@ class UnitProfiler:
             hidden = self._hidden(unit)
             with torch.no_grad(), self._timed(times.light):
                 out = self._forward(unit, hidden)
-            flow = self._flow(unit, out)
+            gradient = self._output_gradient(unit, out)
             del out
             with torch.set_grad_enabled(self._records(unit)), self._timed(times.forward):
                 out = self._forward(unit, hidden)
             if self._records(unit):
                 with self._timed(times.backward):
-                    torch.autograd.grad(out, [*_trained(own), *_passed_down(hidden)], flow)
+                    torch.autograd.grad(out, [*_trained(own), *_passed_down(hidden)], gradient)
 
     def _update(self, unit: int, times: _Times) -> None:
         """Updates all that trains, parameter by parameter: one has states at a time."""
@@ -367,6 +367,24 @@ def missed_share(profiles: Sequence[UnitProfile], shape: TrainingShape) -> float
     kept = sum([profile.saved_bytes for profile in profiles])
     between = sum([profile.between_bytes for profile in profiles])
     return between / max(1, inputs + kept)
+
+
+def differing_units(profiles: Sequence[UnitProfile], shape: TrainingShape) -> list[int]:
+    """The units whose measured bytes are not those that plans count with.
+
+    Args:
+        profiles: Of all units.
+        shape: Of the model.
+
+    Returns:
+        Their numbers; none on a CPU.
+    """
+    names = ("saved_bytes", "forward_bytes", "light_bytes", "backward_bytes")
+    return [
+        measured.unit
+        for measured, counted in zip(profiles, shape.units, strict=True)
+        if any([getattr(measured, name) != getattr(counted, name) for name in names])
+    ]
 
 
 def link_rates(device: str, nbytes: int = LINK_BYTES) -> LinkRates:

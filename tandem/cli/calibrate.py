@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
+from tandem.cli.terminal import shown_bytes, shown_seconds
 from tandem.config.compose import composed
 from tandem.config.composed_config import ComposedConfig
+
+if TYPE_CHECKING:
+    from tandem.wiring.profile import ProfiledUnits
 
 
 def main(words: Sequence[str]) -> int:
@@ -48,11 +55,7 @@ def main(words: Sequence[str]) -> int:
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
     folder = chosen.out or default_folder(point)
     if chosen.units:
-        from tandem.cli.unit_table import measured_units
-
-        for line in measured_units(point, folder):
-            print(line)
-        return 0
+        return _tell_units(point, folder / UNITS)
     began = time.perf_counter()
     is_training = (point.config.get("training") or {}).get("_target_") is not None
     if is_training and not finetunes(point):
@@ -116,3 +119,62 @@ def _rows(title: str, table: Any) -> list[str]:
         cells = (f"{share:>9.1%} " if share == share else f"{'-':>9} " for share in shares)
         lines.append(f"{name:<{width}}{int(row['rows']):>6}" + "".join(cells))
     return lines
+
+
+# ---- units of a model that trains
+UNITS = "units.csv"
+TIMES = ("forward_ns", "backward_ns", "update_ns", "host_update_ns")
+SIZES = ("weight_bytes", "saved_bytes", "between_bytes", "peak_bytes")
+HEADS = ("forward", "backward", "update", "on the host", "weights", "kept", "of it between", "peak")
+
+
+def _tell_units(point: ComposedConfig, path: Path) -> int:
+    """Measures units, writes them to `path` and prints them."""
+    from tandem.wiring.profile import profile_units
+
+    if path.exists():
+        raise ValueError(f"{path} is there already; give a new folder")
+    found = profile_units(point)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([found.units[0]._fields, *found.units])
+    for line in (*_unit_rows(found.units), *_unit_facts(found)):
+        print(line)
+    print(f"units: {path}")
+    return 0
+
+
+def _unit_rows(units: Sequence[Any]) -> Iterator[str]:
+    """A line for each run of equal units, with medians of their times."""
+    yield f"{'units':<12}" + "".join([f"{head:>15}" for head in HEADS])
+    for sizes, group in groupby(units, key=lambda one: [getattr(one, name) for name in SIZES]):
+        rows = [*group]
+        first, last = rows[0].unit, rows[-1].unit
+        name = str(first) if first == last else f"{first} to {last}"
+        times_ns = [median([getattr(row, field) for row in rows]) for field in TIMES]
+        cells = [*[f"{ns / 1e6:.3f} ms" for ns in times_ns], *map(shown_bytes, sizes)]
+        yield f"{name:<12}" + "".join([f"{cell:>15}" for cell in cells])
+
+
+def _unit_facts(found: ProfiledUnits) -> Iterator[str]:
+    """A step with everything on the device, what hooks miss, and whether formulas agree."""
+    count = found.job.microbatches
+    each_ns = sum([one.forward_ns + one.backward_ns for one in found.units])
+    step_ns = count * each_ns + sum([one.update_ns for one in found.units])
+    plural = "es" * (count > 1)
+    yield (
+        f"a step of {count} microbatch{plural}: {shown_seconds(step_ns / 1e9)} with everything on "
+        "the device"
+    )
+    yield (
+        f"hooks on modules miss {found.missed:.0%} of the activations that a step keeps: "
+        "operations between modules make them"
+    )
+    numbers = ", ".join(map(str, found.differing))
+    if found.differing:
+        yield f"bytes of units {numbers} differ from those that plans count with"
+    else:
+        yield "bytes are those that plans count with"
+    if found.link is not None:
+        rates = found.link._asdict().items()
+        yield "link: " + ", ".join([f"{n.replace('_', ' ')} {r / 1e9:.3g} GB/s" for n, r in rates])

@@ -93,8 +93,8 @@ MODULES: dict[tuple[str, str], str] = {
     ("sim", "sim.foreign"): "aiconfigurator kernel_profile measured skew=kernel_profile vidur",
     ("runtime", "runtime.client"): "answer gauges openai sse",
     ("runtime", "runtime.executors"): (
-        "clock cuda device executor=lockstep link=wall mixed=co_located "
-        "replicas=replica_machines streams timeline=clock wall"
+        "clock cuda device executor=lockstep link=wall mixed=joined_machines "
+        "replicas=joined_machines streams timeline=clock wall"
     ),
     ("runtime.kernels", "runtime.kernels"): (
         "activate=norm decode=paged_attention prefill=paged_attention tile=paged_attention"

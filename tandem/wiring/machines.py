@@ -184,8 +184,7 @@ def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Machine[An
 
 def _joined(serving: Sequence[ServingMachine], training: TrainingMachine | None) -> Machine[Any]:
     """What serves, by device, and what trains on the first device as one machine."""
-    from runtime.executors.co_located import CoLocatedMachine
-    from runtime.executors.replica_machines import ReplicaMachines
+    from runtime.executors.joined_machines import CoLocatedMachine, ReplicaMachines
 
     if training is not None:
         return CoLocatedMachine(serving[0], training) if serving else training

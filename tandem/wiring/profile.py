@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -48,13 +50,16 @@ from tandem.wiring.budget import GPU
 from tandem.wiring.cost import COST, about, device_facts
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import commit, running_folder, sole_user
-from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of
-from tandem.wiring.training import as_learned
+from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of, training_space
+from tandem.wiring.training import Trainee, as_learned, trainees_of
 from tandem.wiring.workload import REQUESTS, synthetic_requests, synthetic_stream
 from traces.files import checked_text, seal, write_text
 from traces.serving.request import TrainingJob
 from traces.store import write_trace
 from traces.training.samples import Finetuning
+
+if TYPE_CHECKING:  # torch is slow to import
+    from runtime.measure.unit_profile import LinkRates, UnitProfile
 
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
 REPLAYS = 2  # that are fitted, at the least: apart in time, because the machine's speed drifts
@@ -440,3 +445,82 @@ def recorded(folder: Path, kind: str) -> Iterator[RecordedTraining]:
         warm_ns = int(read_table(run / "training.parquet").to_pandas()["end_ns"].min())
         begins_ns = steps.groupby("step")["start_ns"].transform("min")  # plans are whole
         yield RecordedTraining(steps[begins_ns >= warm_ns], jobs)
+
+
+# ---- units of a model that trains
+OF_POLICY = ("policy=", "scheduling", "memory", "planner", "trace=", "limit=", "profile=")
+
+
+@dataclass(frozen=True)
+class ProfiledUnits:
+    """The units of a model that trains, each measured alone.
+
+    Attributes:
+        job: What trains.
+        units: By unit; see runtime.measure.unit_profile.
+        missed: Of the activations that a step keeps, the share that hooks on modules miss.
+        differing: Units whose bytes are not those that plans count with.
+        link: Of a GPU; None of a CPU, whose link has a set speed.
+    """
+
+    job: TrainingJob
+    units: Sequence[UnitProfile]
+    missed: float
+    differing: Sequence[int]
+    link: LinkRates | None
+
+
+def profile_units(point: ComposedConfig) -> ProfiledUnits:
+    """Measures the units of what a point trains, whatever its policy.
+
+    ValueError where the backend measures nothing, where there is nothing to train or several jobs
+    do, or where one unit alone needs more than the device has.
+    """
+    from runtime.measure.unit_profile import differing_units, link_rates, missed_share
+
+    backend = point.config["backend"]["name"]
+    if backend not in MEASURED:
+        raise ValueError(f"backend={backend} measures no units; take {' or '.join(MEASURED)}")
+    if (point.config.get("training") or {}).get("_target_") is None:
+        raise ValueError("there is nothing to train: choose a job with training=...")
+    words = [word for word in point.overrides if not word.lstrip("+~").startswith(OF_POLICY)]
+    config_dir = str(point.folders[0]) if point.folders else None
+    plain = composed([*words, "policy=train_on_device", "trace=none"], config_dir)
+    trainees = trainees_of(plain.config, builder_of(plain), spec_of(plain), ())
+    if len(trainees) != 1 or trainees[0].shape.windows is not None:
+        raise ValueError("units are those of one training job: take training=random or sample")
+    (trainee,) = trainees
+    _check_units_fit(trainee, training_space(point)[GPU])
+    units = list(_measured_units(trainee, backend, point.config["backend"]["clock"]))
+    missed, differing = missed_share(units, trainee.shape), differing_units(units, trainee.shape)
+    link = link_rates("cuda:0") if backend == "cuda" else None
+    return ProfiledUnits(trainee.job, units, missed, differing, link)
+
+
+def _check_units_fit(trainee: Trainee, has_bytes: int) -> None:
+    from runtime.measure.unit_profile import needed_bytes
+
+    needs = [needed_bytes(trainee.shape, unit) for unit in range(trainee.job.num_units)]
+    if (most := max(needs)) > has_bytes:
+        raise ValueError(
+            f"unit {needs.index(most)} of {trainee.spec.name} takes {most:,} bytes to be measured, "
+            f"and the device has {has_bytes:,}: give budget.device_bytes={most}, or fewer tokens"
+        )
+
+
+def _measured_units(trainee: Trainee, backend: str, clock: str) -> Iterator[UnitProfile]:
+    import torch
+    from tqdm import tqdm
+
+    from runtime.measure.unit_profile import UnitProfiler
+
+    torch.set_num_threads(1)  # a device's stand-in is one core
+    torch.set_flush_denormal(True)
+    now = time.thread_time_ns if clock == "service" else time.perf_counter_ns
+    device = "cuda:0" if backend == "cuda" else "cpu"
+    profiler = UnitProfiler(trainee.spec, trainee.job, device, now)
+    numbers = tqdm(
+        range(profiler.num_units), "measuring units", unit="unit", disable=None, file=sys.stderr
+    )
+    for unit in numbers:
+        yield profiler.measure(unit)

@@ -27,8 +27,8 @@ from policies.routing.round_robin import RoundRobin
 from policies.scheduling.recorded import RecordedPlans, RecordedRouter
 from runtime.executors.clock import WallClock
 from runtime.executors.cuda import CudaExecutor
+from runtime.executors.joined_machines import ReplicaMachines
 from runtime.executors.lockstep import CpuExecutor, LockstepExecutor
-from runtime.executors.replica_machines import ReplicaMachines
 from runtime.executors.wall import WallExecutor
 from runtime.serving.machine import ServingMachine
 from sim.executor import SimExecutor
