@@ -29,13 +29,18 @@ UNITS = (  # by the end of a key
     ("_bytes_per_s", "B/s"),
     ("_bytes", "B"),
     ("_flops_per_s", "FLOP/s"),
-    ("_per_s", "per s"),
     ("_ns", "ns"),
     ("_ms", "ms"),
     ("_s", "s"),
     ("_tokens", "tokens"),
+    ("token_budget", "tokens"),
+    ("min_window", "tokens"),
+    ("from_token", "tokens"),
+    ("max_positions", "tokens"),
     ("_pages", "pages"),
+    ("_elements", "numbers"),
 )
+PER = re.compile(r"(?:^|[._])([a-z]+)_per_([a-z]+)$")  # tokens_per_ms
 HEADLINES = {  # what is told of a point: the metric, its heading, and what it is
     "output_throughput": ("tokens/s", "output tokens per second, of all devices"),
     "request_throughput": ("requests/s", "finished requests per second"),
@@ -124,9 +129,10 @@ def axis_of(key: str, largest: float) -> SweptAxis:
 
 
 def _unit_by_end(key: str) -> str:
-    """The unit that the end of a key tells; none of rates per anything but a second."""
-    if "_per_" in key and not key.endswith("_per_s"):
-        return ""
+    """The unit that the end of a key tells; counts and shares have none."""
+    rate = PER.search(key)
+    if rate is not None and rate[0].lstrip("._") not in ("bytes_per_s", "flops_per_s"):
+        return f"{rate[1]}/{rate[2]}"
     return next((unit for end, unit in UNITS if key.endswith(end)), "")
 
 

@@ -10,6 +10,7 @@ throughput, 5 % of peak KV, for every single run. Run it alone.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -68,8 +69,9 @@ def measured(
             _done(["run", *priced, *CLOCK, f"hydra.run.dir={where}"])
             found = figures_of(load(where))
             for figure in (*BARS, *PRINTED):
-                bar = BARS.get(figure, float("nan"))
+                bar = BARS.get(figure, math.nan)
                 error = predicted[figure] / found[figure] - 1
+                assert math.isfinite(error), f"{case}: {figure} is not known"
                 yield f"{case} run {number}", figure, found[figure], error, bar, abs(error) / bar
 
 

@@ -128,8 +128,8 @@ def unseen_trace(root: Path, count: int) -> Path:
 def judged(name: str, found: Mapping[str, Any], loads: Sequence[float]) -> pd.DataFrame:
     """The figures of a report with the bars of this claim.
 
-    A load without a report fails, as do too few steady reruns, and plans whose replay books other
-    pages.
+    A load without a report fails, as do a figure that is missing, too few steady reruns, and plans
+    whose replay books other pages.
     """
     rows = []
     known = {part["load"]: part for part in found.get("loads", ())}
@@ -138,13 +138,15 @@ def judged(name: str, found: Mapping[str, Any], loads: Sequence[float]) -> pd.Da
         if load not in known:
             rows.append((case, "report", 0.0, -1.0, -1.0, math.nan, math.inf))
             continue
-        for row in known[load]["figures"]:
-            figure, bar = row["figure"], BARS.get(row["figure"], math.nan)
+        figures = {row["figure"]: row for row in known[load]["figures"]}
+        for figure in BARS.keys() - figures.keys():
+            rows.append((case, figure, math.nan, math.nan, math.nan, BARS[figure], math.inf))
+        for figure, row in figures.items():
+            bar, error = BARS.get(figure, math.nan), row["error"]
             is_broken = figure in HELD and figure in known[load]["failed"]
-            used = math.inf if is_broken else abs(row["error"]) / bar
-            rows.append(
-                (case, figure, row["measured"], row["error"], row["worst_rerun"], bar, used)
-            )
+            is_broken |= figure in BARS and not math.isfinite(error)
+            used = math.inf if is_broken else abs(error) / bar
+            rows.append((case, figure, row["measured"], error, row["worst_rerun"], bar, used))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tandem.cli.__main__ import main
-from tests.analysis.browser import BROWSER, faults_of
+from tests.analysis.browser import faults_of, in_browser
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which(BROWSER) is None, reason="no browser to open pages in"),
-]
+pytestmark = [pytest.mark.slow, in_browser]
 RUN = ["run", "model=micro_llama", "limit=40"]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
+from collections.abc import Iterator
 from itertools import combinations
 from math import dist
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,10 +18,12 @@ from analysis.figures import style as policy_style
 from analysis.figures.sweep_plots import ASKED, TEXTS, drawn, looks_of, plot_heatmap, plot_over_x
 from analysis.figures.sweep_points import by_x, capacity, frontier, points_of
 from analysis.metric_names import BEST
+from analysis.swept import axis_of
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
 from tandem.cli.collect import collect
-from tests.analysis.browser import BROWSER, faults_of
+from tests.analysis.browser import faults_of, in_browser, is_in_browser
+from tests.laws.house import ROOT
 from tests.support.sweeps import failed, finished, grid
 
 
@@ -86,10 +89,10 @@ def test_the_rates_of_a_recording_are_rates_too(tmp_path: Path) -> None:
         ("budget.kv_pages", (100, 200, 400), "KV of a device, pages"),
         ("budget.device_bytes", (2**31, 2**32, 2**33), "device budget, GiB"),
         ("device.to_device_bytes_per_s", (1e9, 2e9, 4e9), "link to the device, GB/s"),
-        ("scheduling.token_budget", (64, 128, 256), "scheduling.token_budget"),
+        ("scheduling.token_budget", (64, 128, 256), "scheduling.token_budget, tokens"),
         ("memory.max_tokens", (64, 128, 256), "memory.max_tokens, tokens"),
-        ("scheduling.tokens_per_s", (50, 100, 200), "scheduling.tokens_per_s, per s"),
-        ("scheduling.tokens_per_ms", (50, 100, 200), "scheduling.tokens_per_ms"),
+        ("scheduling.tokens_per_s", (50, 100, 200), "scheduling.tokens_per_s, tokens/s"),
+        ("scheduling.tokens_per_ms", (50, 100, 200), "scheduling.tokens_per_ms, tokens/ms"),
         ("scheduling.wait_ms", (5, 10, 20), "scheduling.wait_ms, ms"),
     ],
 )
@@ -141,10 +144,30 @@ def test_a_real_sweep_is_drawn_over_what_it_varies(swept: str, tmp_path: Path) -
     assert name == "training" or {"<!-- 50 ms SLO -->", "<!-- 10 ms SLO -->"} <= {
         line.strip() for line in text.splitlines()
     }
+    if is_in_browser():
+        assert faults_of(tmp_path / "out" / "report" / "report.html", tmp_path, 1200) == []
+
+
+def numeric_keys(node: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Keys of the numbers in a yaml."""
+    if isinstance(node, dict):
+        for name, inner in node.items():
+            yield from numeric_keys(inner, (*path, str(name)))
+    elif isinstance(node, int | float) and not isinstance(node, bool):
+        yield ".".join(path)
+
+
+def test_a_setting_of_tokens_bytes_pages_or_time_has_its_unit_on_an_axis() -> None:
+    """Of all numbers in conf/; what is left without a unit are counts, shares and factors."""
+    files = [path for path in (ROOT / "conf").rglob("*.yaml") if path.parent.name != "experiment"]
+    found = [key for path in files for key in numeric_keys(yaml.safe_load(path.read_text()))]
+    bare = {key.rpartition(".")[2] for key in found if not axis_of(key, 1.0).unit}
+    measure = re.compile(r"token|byte|page(?!s_)|window|(?:^|_)(?:n|m|u)?s(?:_|$)")
+    assert len(found) > 100 and not [name for name in bare if measure.search(name)]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which(BROWSER) is None, reason="no browser to open the page in")
+@in_browser
 def test_nothing_of_the_page_is_cut(tmp_path: Path) -> None:
     for rate in (1.0, 2.0, 4.0):
         for policy in ("chunked_reservation", "continuous_reservation"):
