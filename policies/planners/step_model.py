@@ -237,7 +237,7 @@ class StepModel:
         return np.stack([base + coming + early, base + here + early, back])
 
     def peak_bytes(self, persistent: Ints, buffers: Ints, placement: Ints) -> Ints:
-        """The least memory in which configurations run without waiting for it.
+        """The least memory in which configurations run as foreseen; a run that has more uses more.
 
         Args:
             persistent: chunks of blocks that persist.

@@ -70,17 +70,17 @@ class UnitProfile(NamedTuple):
 
 
 class LinkRates(NamedTuple):
-    """Bytes per second of the link between host and device.
+    """How fast the link between host and device is.
 
     Attributes:
-        to_device: Alone.
-        to_host: Alone.
-        both_ways: Of each direction while the other one is busy; the slower of the two.
+        to_device_bytes_per_s: Alone.
+        to_host_bytes_per_s: Alone.
+        both_ways_bytes_per_s: Of each direction while the other one is busy; the slower one's.
     """
 
-    to_device: float
-    to_host: float
-    both_ways: float
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+    both_ways_bytes_per_s: float
 
 
 class _Times(NamedTuple):
@@ -176,10 +176,11 @@ class UnitProfiler:
             self._units.constants(self._hidden(unit), self._ids)
         with StorageTracker() as held:
             sizes = self._sizes(unit)
-            self._update(unit, _Times([], [], [], [], []))
+            self._update(unit, self._device, [])
         for _ in range(repeats):
             self._run_once(unit, times)
-            self._update(unit, times)
+            self._update(unit, self._device, times.update)
+            self._update(unit, torch.device("cpu"), times.host_update)
         forward, light, backward, update, host_update = [_median(ns) for ns in times]
         medians = (forward, light, backward, update, host_update)
         return UnitProfile(unit, *medians, *sizes, held.peak_bytes)
@@ -277,17 +278,14 @@ class UnitProfiler:
                 with self._timed(times.backward):
                     torch.autograd.grad(out, [*_trained(own), *_passed_down(hidden)], gradient)
 
-    def _update(self, unit: int, times: _Times) -> None:
+    def _update(self, unit: int, device: torch.device, all_ns: list[int]) -> None:
         """Updates all that trains, parameter by parameter: one has states at a time."""
-        modules = self._modules(unit)
+        modules, parts_ns = self._modules(unit), list[int]()
         own = [p for module in modules for p in module._parameters.values() if p is not None]
-        sides = ((self._device, times.update), (torch.device("cpu"), times.host_update))
-        for device, all_ns in sides:
-            parts_ns = list[int]()
-            for parameter in _trained(own):
-                self._update_one(parameter, device, parts_ns)
-            if parts_ns:
-                all_ns.append(sum(parts_ns))
+        for parameter in _trained(own):
+            self._update_one(parameter, device, parts_ns)
+        if parts_ns:
+            all_ns.append(sum(parts_ns))
 
     def _update_one(self, like: Tensor, device: torch.device, parts_ns: list[int]) -> None:
         def full(dtype: torch.dtype) -> Tensor:

@@ -53,8 +53,10 @@ def main(words: Sequence[str]) -> int:
     chosen = parser.parse_intermixed_args(words)
     backend = [] if any(o.startswith("backend=") for o in chosen.overrides) else ["backend=cpu"]
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
-    folder = chosen.out or default_folder(point)
+    folder = chosen.out or default_folder(point, "units" if chosen.units else "profiles")
     if chosen.units:
+        if chosen.stream or chosen.replays != REPLAYS:
+            raise ValueError("--units makes no replays: leave --stream and --replays out")
         return _tell_units(point, folder / UNITS)
     began = time.perf_counter()
     is_training = (point.config.get("training") or {}).get("_target_") is not None
@@ -68,14 +70,14 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def default_folder(point: ComposedConfig) -> Path:
+def default_folder(point: ComposedConfig, kind: str) -> Path:
     """A folder of the cache that says what was measured and when; never one that is there."""
     from tandem.wiring.run_spec import spec_of
 
     config = point.config
     names = (spec_of(point).name, config["device"]["name"], config["backend"]["clock"])
     stamp = time.strftime(f"%Y-%m-%dT%H-%M-%S-{secrets.token_hex(3)}")
-    return Path(config["cache"]) / "profiles" / "-".join([*names, stamp])
+    return Path(config["cache"]) / kind / "-".join([*names, stamp])
 
 
 def told(table: Any) -> str:
@@ -167,7 +169,7 @@ def _unit_facts(found: ProfiledUnits) -> Iterator[str]:
         "the device"
     )
     yield (
-        f"hooks on modules miss {found.missed:.0%} of the activations that a step keeps: "
+        f"hooks on modules miss {found.missed_share:.0%} of the activations that a step keeps: "
         "operations between modules make them"
     )
     numbers = ", ".join(map(str, found.differing))
@@ -176,5 +178,8 @@ def _unit_facts(found: ProfiledUnits) -> Iterator[str]:
     else:
         yield "bytes are those that plans count with"
     if found.link is not None:
-        rates = found.link._asdict().items()
-        yield "link: " + ", ".join([f"{n.replace('_', ' ')} {r / 1e9:.3g} GB/s" for n, r in rates])
+        to_device, to_host, both_ways = [rate / 1e9 for rate in found.link]
+        yield (
+            f"link: {to_device:.3g} GB/s to the device, {to_host:.3g} GB/s to the host, "
+            f"{both_ways:.3g} GB/s each way at once"
+        )

@@ -448,7 +448,8 @@ def recorded(folder: Path, kind: str) -> Iterator[RecordedTraining]:
 
 
 # ---- units of a model that trains
-OF_POLICY = ("policy=", "scheduling", "memory", "planner", "trace=", "limit=", "profile=")
+OF_POLICY = ("policy=", "scheduling", "memory", "planner", "profile=")
+OF_SERVING = ("trace", "arrival", "limit=", "lengths=", "adapters", "tenants", "sampling", "slo")
 
 
 @dataclass(frozen=True)
@@ -458,14 +459,14 @@ class ProfiledUnits:
     Attributes:
         job: What trains.
         units: By unit; see runtime.measure.unit_profile.
-        missed: Of the activations that a step keeps, the share that hooks on modules miss.
+        missed_share: Of the activations that a step keeps, the share that hooks on modules miss.
         differing: Units whose bytes are not those that plans count with.
         link: Of a GPU; None of a CPU, whose link has a set speed.
     """
 
     job: TrainingJob
     units: Sequence[UnitProfile]
-    missed: float
+    missed_share: float
     differing: Sequence[int]
     link: LinkRates | None
 
@@ -483,7 +484,11 @@ def profile_units(point: ComposedConfig) -> ProfiledUnits:
         raise ValueError(f"backend={backend} measures no units; take {' or '.join(MEASURED)}")
     if (point.config.get("training") or {}).get("_target_") is None:
         raise ValueError("there is nothing to train: choose a job with training=...")
-    words = [word for word in point.overrides if not word.lstrip("+~").startswith(OF_POLICY)]
+    words = [
+        word
+        for word in point.overrides
+        if not word.lstrip("+~").startswith((*OF_POLICY, *OF_SERVING))
+    ]
     config_dir = str(point.folders[0]) if point.folders else None
     plain = composed([*words, "policy=train_on_device", "trace=none"], config_dir)
     trainees = trainees_of(plain.config, builder_of(plain), spec_of(plain), ())

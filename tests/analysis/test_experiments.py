@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from analysis.figures.experiments.coserving import BEST_SHARE, breathing_kv_data
 from analysis.figures.experiments.drawn import FIGURES
+from analysis.figures.experiments.estimator_error import estimator_error_data
 from analysis.figures.experiments.link_bandwidth import crossover
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import axes_of, options, with_axes
@@ -276,12 +278,13 @@ def test_more_that_persists_takes_more_and_checkpoints_take_time(
 
 @pytest.mark.slow
 def test_swaps_are_chosen_where_the_link_is_fast(tmp_path: Path, unrendered: None) -> None:
-    """What is searched is never slower than what may not swap, and swaps where the link is fast."""
+    """What is searched is not slower than what may not swap, and swaps where the link is fast."""
     words = ["model.num_layers=8", "training.sequences=8", "device.link_ns=0"]
     words += ["device.to_device_bytes_per_s=1e8,1e9,1e10", "budget.device_bytes=8000000"]
     found = swept("link_bandwidth_swaps", tmp_path, *words)
     steps = found.pivot_table(index="link_bytes_per_s", columns="swaps", values="step_s")
     copied = found.pivot_table(index="link_bytes_per_s", columns="swaps", values="copied_bytes")
+    # Choices go by the planner's model of a step, which is some tenths of a percent off.
     assert (steps["searched"] <= 1.01 * steps["0"]).all()
     assert (copied["searched"] > copied["0"]).iloc[-1], "activations cross a fast link"
 
@@ -291,21 +294,17 @@ def test_configurations_are_predicted_and_measured(tmp_path: Path, unrendered: N
     words = ["model.num_layers=4", "planner.persistent=0,4", "planner.checkpoints=0,4"]
     found = swept("estimator_error", tmp_path, *words)
     assert len(found) == 4
-    for name, unit in (("step", "s"), ("peak", "bytes")):
-        ratio = found[f"predicted_{unit}"] / found[f"measured_{unit}"] - 1
-        assert found[f"{name}_error"].tolist() == pytest.approx(ratio.tolist())
+    assert found[["predicted_s", "measured_s"]].gt(0).all(axis=None)
     assert found["peak_error"].abs().max() < 0.15, "what runs ahead depends on time, little"
 
 
 @pytest.mark.slow
-def test_a_plan_is_searched_again_for_each_load(tmp_path: Path, unrendered: None) -> None:
+def test_the_best_share_of_each_load_is_found_in_hindsight(
+    tmp_path: Path, unrendered: None
+) -> None:
     """Two sweeps in one folder: what breathes beside plans for several shares."""
-    common = [
-        "model=micro_llama",
-        "training.sequence_tokens=32",
-        "limit=12",
-        "arrival.rate=4.0,8.0",
-    ]
+    common = ["model=micro_llama", "training.sequence_tokens=32", "limit=12"]
+    common += ["arrival.rate=4.0,8.0"]
     for name, *words in (
         ("both", "policy=elastic,time_shared"),
         ("shares", "policy=time_shared_protrain", "memory.device_share=0.3,0.5,0.7"),
@@ -314,10 +313,34 @@ def test_a_plan_is_searched_again_for_each_load(tmp_path: Path, unrendered: None
         assert main(["sweep", "experiment=breathing_kv", *common, *words, *out]) == 0
     assert main(["report", str(tmp_path / "all")]) == 0
     found = pd.read_csv(tmp_path / "all" / "report" / "figures" / "breathing_kv.csv")
-    trained = found.pivot_table(index="rate_per_s", columns="policy", values="train_tokens_per_s")
-    again, fixed = "time_shared_protrain, searched again", "time_shared_protrain"
-    assert {*trained.columns} == {"elastic", "time_shared", fixed, again}
-    latency = found.pivot_table(index="rate_per_s", columns="policy", values="mean_tpot_s")
-    assert (latency[again] <= 1.05 * latency[fixed]).all(), "requests are delayed little"
-    is_close = latency[fixed] <= latency[again]  # then the fixed plan was there to be chosen
-    assert (trained[again] >= trained[fixed])[is_close].all()
+    policies = {"elastic", "time_shared", "time_shared_protrain", BEST_SHARE}
+    assert set(found["policy"]) == policies and len(found) == 8
+    assert found["train_tokens_per_s"].gt(0).all() and found["mean_tpot_s"].gt(0).all()
+
+
+def test_a_share_that_delays_requests_is_not_the_best() -> None:
+    """At 1 request per second the share of 0.7 trains fastest and delays; at 2 none delays."""
+    rows = [  # rate, share, tokens per second, TPOT
+        *((1.0, 0.3, 10.0, 1.0), (1.0, 0.5, 20.0, 1.04), (1.0, 0.7, 30.0, 1.2)),
+        *((2.0, 0.3, 10.0, 1.0), (2.0, 0.5, 20.0, 1.0), (2.0, 0.7, 15.0, 1.0)),
+    ]
+    names = ["config.arrival.rate", "config.memory.device_share"]
+    runs = pd.DataFrame(rows, columns=[*names, "train_tokens_per_s", "mean_tpot_s"])
+    runs = runs.assign(policy="time_shared_protrain", status="ok", train_steps=3)
+    found = breathing_kv_data(runs)
+    best = found[found["policy"].eq(BEST_SHARE)].set_index("rate_per_s")["device_share"]
+    assert best.to_dict() == {1.0: 0.5, 2.0: 0.5}
+    fixed = found[found["policy"].eq("time_shared_protrain")]
+    assert set(fixed["device_share"]) == {0.5}
+    alone = breathing_kv_data(runs[runs["config.memory.device_share"].eq(0.3)])
+    assert not alone["policy"].eq(BEST_SHARE).any(), "one share is no choice"
+
+
+def test_a_prediction_that_is_too_high_has_an_error_above_zero() -> None:
+    rows = [("sim", 0, 0, 1.1, 90.0), ("cpu", 0, 0, 1.0, 100.0), ("cpu", 4, 0, 1.0, 100.0)]
+    knobs = ["config.planner.checkpoints", "config.planner.persistent"]
+    columns = ["backend", *knobs, "mean_train_step_s", "peak_gpu0_used_bytes"]
+    found = estimator_error_data(pd.DataFrame(rows, columns=columns).assign(
+        status="ok", train_steps=3))  # fmt: skip
+    (row,) = found.to_dict("records")
+    assert row["step_error"] == pytest.approx(0.1) and row["peak_error"] == pytest.approx(-0.1)

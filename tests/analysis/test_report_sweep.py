@@ -148,11 +148,11 @@ def test_a_real_sweep_is_drawn_over_what_it_varies(swept: str, tmp_path: Path) -
         assert faults_of(tmp_path / "out" / "report" / "report.html", tmp_path, 1200) == []
 
 
-def numeric_keys(node: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+def numeric_settings(node: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     """Keys of the numbers in a yaml."""
     if isinstance(node, dict):
         for name, inner in node.items():
-            yield from numeric_keys(inner, (*path, str(name)))
+            yield from numeric_settings(inner, (*path, str(name)))
     elif isinstance(node, int | float) and not isinstance(node, bool):
         yield ".".join(path)
 
@@ -160,7 +160,7 @@ def numeric_keys(node: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
 def test_a_setting_of_tokens_bytes_pages_or_time_has_its_unit_on_an_axis() -> None:
     """Of all numbers in conf/; what is left without a unit are counts, shares and factors."""
     files = [path for path in (ROOT / "conf").rglob("*.yaml") if path.parent.name != "experiment"]
-    found = [key for path in files for key in numeric_keys(yaml.safe_load(path.read_text()))]
+    found = [key for path in files for key in numeric_settings(yaml.safe_load(path.read_text()))]
     bare = {key.rpartition(".")[2] for key in found if not axis_of(key, 1.0).unit}
     measure = re.compile(r"token|byte|page(?!s_)|window|(?:^|_)(?:n|m|u)?s(?:_|$)")
     assert len(found) > 100 and not [name for name in bare if measure.search(name)]

@@ -79,7 +79,7 @@ SHOWN = {
     ),
     "experiment link_bandwidth_swaps": f"{DRAWN}::test_swaps_are_chosen_where_the_link_is_fast",
     "experiment estimator_error": f"{DRAWN}::test_configurations_are_predicted_and_measured",
-    "experiment breathing_kv": f"{DRAWN}::test_a_plan_is_searched_again_for_each_load",
+    "experiment breathing_kv": f"{DRAWN}::test_the_best_share_of_each_load_is_found_in_hindsight",
     "published ratios to ZeRO-3 on four A100": "benchmarks/scale/protrain_published.py",
 }
 ABSENT = {
@@ -93,7 +93,7 @@ ABSENT = {
         "needs a machine at rest"
     ),
     "a plan that is searched again while a job trains": (
-        "a layout stands for a job; breathing_kv searches again for each load"
+        "a layout stands for a job; breathing_kv draws the best share of each load, in hindsight"
     ),
     "profiler on a GPU": "no GPU was at hand",
     "a GPU in an emulated 24 GB": "no GPU was at hand",

@@ -142,7 +142,7 @@ def test_two_runs_and_two_calibrations_in_one_second_have_folders_of_their_own(
     assert len(folders) == 2 and all(f.name.startswith("12-00-00-") for f in folders)
     monkeypatch.setattr("time.strftime", lambda form: form)
     point = composed(["backend=cpu"])
-    assert default_folder(point) != default_folder(point)
+    assert default_folder(point, "profiles") != default_folder(point, "profiles")
 
 
 def test_two_calibrations_may_not_share_a_folder(

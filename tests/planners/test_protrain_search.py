@@ -72,6 +72,8 @@ def simulated_in(
     fields = zip(one.knobs._fields, one.knobs, strict=True)
     given = [f"planner.{name}={value}" for name, value in fields]
     found = configured(*words, *given, *budget)
+    for word in budget:
+        assert int(word.partition("=")[2]) in found.room.capacity_bytes.values()
     with backend_of(found, composed([*BASE, *words]).config["backend"]) as backend:
         engine = engine_of(found, backend)
         engine.replay([trainee.job for trainee in found.trainees])
@@ -102,17 +104,20 @@ def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_configuration_runs_in_the_host_memory_that_is_foreseen(dtype: str) -> None:
-    """Beside the device's. It uses four fifths of the host's: buffers and states that persist at
-    the same time are rare. Where memory is ample, plans run further ahead and use more."""
+    """Beside the device's. It uses at least four fifths of the host's: gradients of all chunks that
+    pass lie there at once only where the host is slow. Where memory is ample, plans run further
+    ahead and use more: up to two thirds more, some of them at least a tenth."""
     words = (*SLOW_LINK, "device.host_bytes=4000000000", f"training.recipe.dtype={dtype}")
     found = everything(space_of(words))
+    more = list[float]()
     for one in found[:: max(1, len(found) // 12)]:
         exact = (f"budget.device_bytes={one.peak_bytes}", f"budget.host_bytes={one.host_bytes}")
         _, peaks = simulated_in(words, one, *exact)
         assert peaks["gpu"] <= one.peak_bytes
         assert 0.8 * one.host_bytes <= peaks["host"] <= one.host_bytes, one
         _, ample = simulated_in(words, one)
-        assert ample["gpu"] >= peaks["gpu"] and ample["host"] >= peaks["host"]
+        more.append(ample["gpu"] / one.peak_bytes)
+    assert min(more) > 0.9 and 1.1 < max(more) < 1.67
 
 
 @pytest.mark.broad(2)

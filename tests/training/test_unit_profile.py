@@ -79,8 +79,8 @@ def test_hooks_miss_what_no_module_makes() -> None:
 def test_a_model_of_four_times_the_device_is_measured_inside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec_bytes, rest = "training.sequences=1", ["model.num_layers=24", f"--out={tmp_path}"]
-    words = ["calibrate", "--units", *SMALL, spec_bytes, *rest]
+    deep = ("model.num_layers=24", "training.sequences=1")
+    words = ["calibrate", "--units", *SMALL, *deep, f"--out={tmp_path}"]
     assert tandem([*words, "budget.device_bytes=100"]) != 0
     told = capsys.readouterr().err
     least = int(told.partition("budget.device_bytes=")[2].partition(",")[0])
@@ -99,9 +99,13 @@ def test_what_cannot_be_measured_is_refused(
     for words, complaint in (
         (["model=micro_llama", "backend=cpu"], "nothing to train"),
         ([*SMALL[:-1], "backend=sim"], "backend=sim measures no units"),
+        ([*SMALL, "--stream"], "--units makes no replays"),
     ):
         assert tandem(["calibrate", "--units", *words, f"--out={tmp_path / 'new'}"]) != 0
         assert complaint in capsys.readouterr().err
+    served = ["trace=sample", "trace.path=nowhere", "arrival.rate=3", "policy=time_shared"]
+    own = ["training.sequence_tokens=8", f"--out={tmp_path / 'served'}"]
+    assert tandem(["calibrate", "--units", *SMALL, *served, *own]) == 0, "trace and policy are left"
     (tmp_path / "units.csv").touch()
     assert tandem(["calibrate", "--units", *SMALL, f"--out={tmp_path}"]) != 0
     assert "is there already" in capsys.readouterr().err
