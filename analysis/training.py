@@ -82,7 +82,8 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
     the first arrival or launch to the last finish (FlexLLM's scripts). Where the configuration has
     the rate of finetuning alone, `finetune_share` is the share of it. Tokens of finished samples
     per second are told beside, as a record spares samples a part of their forward, and the largest
-    gap between two tokens of a request: a mean hides a stall.
+    gap between two tokens of a request: a mean hides a stall. `finetune_ended_before_share` is the
+    part of that time behind the last token of a sample: then rates are of less than the run.
     """
     if not run.rows("samples"):
         return {}
@@ -99,6 +100,7 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
     rate, trained = (
         n / (last_ns - first_ns) * 1e9 for n in (tokens, rows["tokens"][is_whole].sum())
     )
+    idle = max(0.0, last_ns - float(rows["last_ns"].max())) / (last_ns - first_ns)
     alone = run.config.get("finetune_alone")
     share = {} if alone is None else {"finetune_share": rate / float(alone)}
     return out | {
@@ -108,6 +110,7 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
         "finetune_trained_tokens_per_s": float(trained),
         **share,
         "finetune_restarts": int(rows["restarts"].sum()),
+        "finetune_ended_before_share": idle,
     }
 
 
@@ -214,21 +217,43 @@ class Losses:
 
 
 def check_same_training(a: Run, b: Run) -> None:
-    """ValueError unless both runs trained the same steps of the same size."""
+    """ValueError unless both runs trained the same steps of the same size.
+
+    A job that ends with the last request (`until_served`) may get further in one of them.
+    """
     left, right = (run.training.set_index(KEYS)["tokens"] for run in (a, b))
-    if odd := sorted(set(left.index) ^ set(right.index)):
+    ends_with_requests = all([_until_served(run) for run in (a, b)])
+    odd = sorted(set(left.index) ^ set(right.index))
+    if odd and not (ends_with_requests and _is_ahead(left.index, right.index)):
         job_id, step = odd[0]
         where = a.name if odd[0] in left.index else b.name
         raise ValueError(
             f"{a.name} and {b.name} train different jobs: {len(odd)} steps are in one only "
             f"(step {step} of job {job_id} in {where})"
         )
-    if differ := [at for at in left.index if left[at] != right[at]]:
+    both = left.index.intersection(right.index)
+    if differ := [at for at in both if left[at] != right[at]]:
         job_id, step = differ[0]
         raise ValueError(
             f"{a.name} and {b.name} train different jobs: step {step} of job {job_id} has "
             f"{left[differ[0]]} tokens in one, {right[differ[0]]} in the other"
         )
+
+
+def _until_served(run: Run) -> bool:
+    return bool((run.config.get("training") or {}).get("until_served"))
+
+
+def _is_ahead(left: pd.Index, right: pd.Index) -> bool:
+    """Whether each job has, in one of the runs, the steps of the other one and no more than later
+    ones."""
+    jobs = {job_id for job_id, _ in (*left, *right)}
+    for job_id in jobs:
+        counts = [sorted(step for job, step in own if job == job_id) for own in (left, right)]
+        shorter, longer = sorted(counts, key=len)
+        if longer[: len(shorter)] != shorter:
+            return False
+    return True
 
 
 def paired_steps(prediction: Run, measurement: Run) -> pd.DataFrame:

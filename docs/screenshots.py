@@ -1,4 +1,4 @@
-"""Takes the pictures of sweeps in docs/screenshots with a headless Chromium: `python docs/screenshots.py`."""
+"""Takes the pictures of sweeps in docs/screenshots by Chromium: `python docs/screenshots.py`."""
 
 from __future__ import annotations
 

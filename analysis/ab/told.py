@@ -25,6 +25,7 @@ METRIC_NAMES = {
 }
 CLASS_LATENCIES = {"ttft": "TTFT", "e2e": "E2E"}
 HEADLINE = ("ttft", "tpot", "e2e", "output_throughput", "mean_train_step", "finetune_tokens_per_s")
+TRAINED = "train_tokens_per_s"  # told beside the rate of tokens that went forward
 SCALES = UNITS | {"share": (("points", 0.01),)}  # of differences
 SHOWN = ("better", "worse")  # verdicts that an interval shows
 TINY = 1e-4  # share of an interval's larger end below which the other end reads as 0
@@ -155,10 +156,12 @@ def outcome(found: Against) -> str:
 
     Percentiles that the mean does not tell of are named, too.
     """
-    rows = [row for m in HEADLINE for row in found.rows if row.metric == m]
+    finetunes = any([row.metric == "finetune_tokens_per_s" for row in found.rows])
+    told = (*HEADLINE, TRAINED) if finetunes else HEADLINE
+    rows = [row for m in told for row in found.rows if row.metric == m]
     percentiles = [row for row in rows if is_told_apart(row, found.row(row.metric))]
     rows = [row for row in rows if row.stat in ("mean", "run")]
-    shown = sorted([*rows, *percentiles], key=lambda row: HEADLINE.index(row.metric))
+    shown = sorted([*rows, *percentiles], key=lambda row: told.index(row.metric))
     is_known = {row.metric: row.interval.is_known for row in rows}
     better, worse = ([_part(row) for row in shown if row.verdict == one] for one in SHOWN)
     same = [metric_name(row) for row in rows if row.verdict == "no difference shown"]

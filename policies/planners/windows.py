@@ -44,7 +44,7 @@ class Windows:
         if whole := [job.job_id for job in jobs if not job.finetunes]:
             raise ValueError(
                 f"training job {whole[0]} has no samples: windows are for jobs that finetune; "
-                "give it what it finetunes on"
+                "take training=finetune"
             )
 
         def in_windows(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:

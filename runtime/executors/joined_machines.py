@@ -106,6 +106,11 @@ class CoLocatedMachine(Machine[Prepared | IssuedTraining]):
         """See Machine."""
         return self.serving.outputs(job_id)
 
+    @property
+    def untimed_ns(self) -> int:
+        """See Machine."""
+        return self.training.untimed_ns
+
     def held(self, tier: Tier) -> Iterable[UntypedStorage]:
         """See Machine."""
         return self.training.held(tier)

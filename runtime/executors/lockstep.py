@@ -110,10 +110,11 @@ class CpuExecutor(Executor):
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """See Executor: the work is done now, and its measured duration is placed on its lane."""
         prepared = self._prepared.pop(launch.op)
-        start = self._charge_host()
+        start, untimed_ns = self._charge_host(), self.machine.untimed_ns
         ended = self.machine.execute(prepared)
         self._since_ns = time.thread_time_ns()
-        worked, link = self._since_ns - start, self._links.get(launch.op.lane[1])
+        worked = self._since_ns - start - (self.machine.untimed_ns - untimed_ns)
+        link = self._links.get(launch.op.lane[1])
         slices = launch.op.slices if isinstance(launch.op, Compute) else ()
         took = self._paced(worked, slices) if link is None else link.duration_ns(launch.nbytes)
         self._lanes.place(

@@ -41,6 +41,11 @@ class Machine(Protocol[PreparedT]):
         """The machines that it is made of, in the order of their devices; itself if it is one."""
         return (self,)
 
+    @property
+    def untimed_ns(self) -> int:
+        """Thread time so far of what launches did beside work; service clocks leave it out."""
+        return 0
+
     def prepare(self, launch: Launch) -> PreparedT:
         """Builds what a launch needs before it can start.
 

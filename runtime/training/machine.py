@@ -110,6 +110,11 @@ class TrainingMachine(Machine[IssuedTraining]):
         """See Machine: training generates no tokens."""
         return []
 
+    @property
+    def untimed_ns(self) -> int:
+        """See Machine: checkpoints, which are written as an update ends."""
+        return sum([trainer.untimed_ns for trainer in self._trainers.values()])
+
     def write_checkpoints(self, job_id: int, writer: CheckpointWriter) -> None:
         """Has a job write checkpoints behind its steps."""
         self._trainers[job_id].checkpoints = writer

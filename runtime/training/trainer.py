@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -162,6 +163,7 @@ class Trainer:
         self._draws = Draws(recipe.seed, store.device, units.first, drawn)
         self._drawn: dict[int, Tensor] = {}  # by step, what its first forward draws from
         self.checkpoints: CheckpointWriter | None = None
+        self.untimed_ns = 0  # thread time of checkpoints, which is none of the update's
         self._ids: dict[int, Tensor] = {}  # of microbatches in flight
         # Pinned on the host, so that copies without a wait can write them.
         self._losses = torch.full(
@@ -323,7 +325,9 @@ class Trainer:
     def _end_step(self, step: int) -> None:
         writer, done = self.checkpoints, step + 1
         if writer is not None and writer.is_due(done):
+            began_ns = time.thread_time_ns()
             drawn = self._drawn.get(done, self._draws.state)  # the next step may have begun
             writer.write(done, self._states.saved(drawn))
+            self.untimed_ns += time.thread_time_ns() - began_ns
         self._gradients.begin_step()
         self._states.has_ended = step + 1 == self._num_steps

@@ -77,8 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings_are_ours()
     if words and words[0] in VERBS:
         module, _ = VERBS[words[0]]
-        return guarded(lambda: import_module(module).main(words[1:]))
+        return guarded(lambda: import_module(module).main(_with_one_config_dir(words)))
     return _without_verb(words)
+
+
+def _with_one_config_dir(words: Sequence[str]) -> Sequence[str]:
+    """The words behind the verb. ValueError where a second folder would hide the first one."""
+    given = [word for word in words if word.partition("=")[0] in ("--config-dir", "-cd")]
+    if len(given) > 1 and words[0] != "compare":  # which takes the folders of several runs
+        raise ValueError("--config-dir is given twice: put your yaml files into one folder")
+    return words[1:]
 
 
 def _without_verb(words: Sequence[str]) -> int:

@@ -47,7 +47,8 @@ def main(words: Sequence[str]) -> int:
     about = "an installed package that it was told to trust, again for the replay"
     parser.add_argument("--trusted", action="append", default=[], metavar="PACKAGE", help=about)
     chosen = parser.parse_args(words)
-    folders = [folder for given in chosen.runs for folder in _runs_in(given)]
+    given = [one for one in chosen.runs if len(chosen.runs) == 1 or not _is_report(one)]
+    folders = [folder for one in given or chosen.runs for folder in _runs_in(one)]
     if len(folders) == 1:
         page = report_of(folders[0], chosen.out)
     elif _is_prediction_and_measurement(folders):
@@ -62,7 +63,7 @@ def main(words: Sequence[str]) -> int:
     else:
         if chosen.rerun:
             raise Usage("--rerun is of a prediction and its measurement; give these runs as RUN")
-        told, page = compare_settings(folders, chosen.out or _beside(chosen.runs, folders))
+        told, page = compare_settings(folders, chosen.out or _beside(given, folders))
         print(told)
     print(f"report: {page}")
     return 0
@@ -82,6 +83,11 @@ def _runs_in(given: Path) -> list[Path]:
     kept = [f for f in found if status_of(f) == OK and f.name not in old[f.parent]]
     kept = [f for f in kept if not _is_of_compare(f)]
     return sorted(kept, key=lambda f: (f.parent, order.get(f, len(order)))) or [given]
+
+
+def _is_report(folder: Path) -> bool:
+    """Whether this is the report of an earlier comparison, which a pattern of a shell names too."""
+    return (folder / "report.html").is_file() and not run_folders(folder)
 
 
 def _is_of_compare(folder: Path) -> bool:

@@ -435,7 +435,8 @@ def tell(grid: Grid) -> int:
 
 def told_many(row: PlannedPoint) -> str:
     """One line: step time and peaks, or what is missing."""
-    head = f"{' '.join(row.overrides)}: {row.parameters / 1e6:,.1f} M parameters"
+    named = " ".join(row.overrides) or "this point"
+    head = f"{named}: {row.parameters / 1e6:,.1f} M parameters"
     if row.found is None:
         return f"{head}, does not fit: {row.refusal.partition(';')[0]}"
     peaks = [

@@ -30,6 +30,7 @@ from tandem.wiring.folder import OK, provenance_in
 from traces.serving.request import Request, TrainingJob
 
 INTERVAL_S = 0.5
+ENDED_BEFORE = 0.05  # share of a run without finetuning at its end, above which that is told
 
 
 @contextmanager
@@ -415,7 +416,13 @@ def _finetuned(metrics: Mapping[str, Any]) -> list[str]:
         told += f", begun anew {again} times"
     if "max_itl_s" in metrics:
         told += f"; the largest gap between tokens is {shown_seconds(metrics['max_itl_s'])}"
-    return [told]
+    lines = [told]
+    if (idle := metrics.get("finetune_ended_before_share", 0.0)) > ENDED_BEFORE:
+        lines.append(
+            f"finetuning ended before the requests: none in the last {idle:.0%} of the run, which "
+            "its rate counts; more samples (training.data.count=) would last longer"
+        )
+    return lines
 
 
 def _recorded(metrics: Mapping[str, Any]) -> list[str]:

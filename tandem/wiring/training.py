@@ -74,13 +74,14 @@ def trainees_of(
         if has_planner:
             raise ValueError(
                 "this policy trains, and there is nothing to train: choose it, such as "
-                "training=sample, and trace=none where nothing is served; or a policy that serves"
+                f"{_job_for(config)}, and trace=none where nothing is served; or a policy that "
+                "serves"
             )
         return ()
     if not has_planner:
-        raise ValueError(
-            "training needs a policy that trains: choose one, such as policy=zero3_offload"
-        )
+        finetunes = node["_target_"].endswith(".Finetuning")
+        such = "coserve" if finetunes else "zero3_offload"
+        raise ValueError(f"training needs a policy that trains: choose one, such as policy={such}")
     asked = builder.build(node, "training")
     if not isinstance(asked, Training | Finetuning):
         raise ValueError(f"training: {node['_target_']} does not make a Training")
@@ -99,6 +100,12 @@ def trainees_of(
     each = enumerate([job.on(requests, seed) for job in asked.each()], number)
     played = None if replayed is None else Path(str(replayed))
     return tuple([_trainee(job, at, own, cache, ranks, played) for at, job in each])
+
+
+def _job_for(config: Mapping[str, Any]) -> str:
+    """A job that the planner of a configuration lays out."""
+    windows = str(planner_of(config).get("_target_")).endswith("windows.Windows")
+    return "training=finetune" if windows else "training=sample"
 
 
 def _trainee(

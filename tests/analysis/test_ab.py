@@ -493,3 +493,27 @@ def test_training_alone_is_compared_by_its_steps(
     assert all(name in text for name in ("training step", "training rate", "peak memory"))
     assert "There is no interval" in text
     assert "without an interval that may be chance" in Path("out/report.html").read_text("utf-8")
+
+
+def test_a_pattern_that_names_an_earlier_report_compares_the_runs_alone(tmp_path: Path) -> None:
+    """Reports of points of a sweep lie beside them."""
+    for name, *words in (("a", "depth=1"), ("b", "depth=2"), ("c", "depth=3")):
+        out = f"hydra.run.dir={tmp_path / name}"
+        assert main(["run", "model=micro_llama", "limit=4", *words, out]) == 0
+    for _ in range(2):
+        assert main(["compare", *map(str, sorted(tmp_path.glob("*")))]) == 0
+    assert len([*tmp_path.glob("*/report.html")]) == 1
+
+
+def test_a_job_that_ended_before_the_requests_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "model=micro_llama", "policy=coserve", "training=finetune", "limit=6"]
+    words += ["training.sequence_tokens=64", "training.data.mean_tokens=32", "arrival.rate=4"]
+    for count, is_told in ((8, True), (20000, False)):
+        out = [f"training.data.count={count}", f"hydra.run.dir={tmp_path / str(count)}"]
+        assert main([*words, *out]) == 0
+        shown = capsys.readouterr().out
+        assert ("finetuning ended before the requests" in shown) is is_told
+    outcome = told.outcome(against_baseline([loaded(tmp_path / n) for n in ("8", "20000")])[0])
+    assert "finetuning rate" in outcome and "training rate" in outcome

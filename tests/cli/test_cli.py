@@ -117,6 +117,12 @@ def test_a_warning_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "tandem: one\ntandem: two\n"
 
 
+def test_a_second_folder_of_options_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("run", "sweep", "plan"):
+        assert main([verb, "--config-dir", "a", "--config-dir=b"]) == 2
+        assert "--config-dir is given twice" in capsys.readouterr().err
+
+
 def test_bare_tandem_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     told = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from analysis.run import load
+from runtime.training.checkpoint import CheckpointWriter
 from tandem.cli.errors import RunFailed
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
@@ -215,3 +217,21 @@ def test_a_simulation_trains_the_steps_that_are_left(tmp_path: Path) -> None:
     resumed = tmp_path / "simulated"
     run_experiment(composed([*JOB, *words, f"training.resume={whole}"]), resumed)
     assert list(load(resumed).training["step"]) == [4]
+
+
+def test_the_time_of_a_checkpoint_is_none_of_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each checkpoint computes for half a second; an update of this model takes milliseconds."""
+    writes = CheckpointWriter.write
+
+    def slowly(self: CheckpointWriter, step: int, states: Any) -> None:
+        until_ns = time.thread_time_ns() + 500_000_000
+        while time.thread_time_ns() < until_ns:
+            pass
+        writes(self, step, states)
+
+    monkeypatch.setattr(CheckpointWriter, "write", slowly)
+    done = load(run(tmp_path / "run", "policy=zero_offload", "training.checkpoint_every=1"))
+    took_ns = done.steps["end_ns"] - done.steps["start_ns"]
+    assert len(done.training) == STEPS and took_ns.max() < 250_000_000

@@ -85,3 +85,17 @@ def test_a_comparison_tells_of_steps_and_losses(
     assert "differ in 1 of 3" in headline(compare(lockstep, replace(lockstep, training=other)))
     with pytest.raises(ValueError, match="train different jobs: 1 steps are in one only"):
         check_same_work(sim, replace(lockstep, training=other[:2]))
+
+
+def test_a_job_that_ends_with_the_last_request_may_get_further_in_one_run(
+    runs: tuple[Run, Run],
+) -> None:
+    """Its first steps must be in both, of equal sizes."""
+    ends = {"training": {"until_served": True}}
+    sim, lockstep = [replace(run, config=run.config | ends) for run in runs]
+    check_same_work(sim, replace(lockstep, training=lockstep.training[:2]))
+    with pytest.raises(ValueError, match="train different jobs: 1 steps are in one only"):
+        check_same_work(sim, replace(lockstep, training=lockstep.training[1:]))
+    larger = lockstep.training[:2].assign(tokens=1)
+    with pytest.raises(ValueError, match=r"has [0-9]+ tokens in one, 1 in the other"):
+        check_same_work(sim, replace(lockstep, training=larger))
