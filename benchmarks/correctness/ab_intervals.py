@@ -10,9 +10,9 @@ rate over that served when all requests are there at once.
    TPOT and E2E must leave 0 out in 3 to 8 %. The seeds of a comparison are disjoint. All come from
    one pool, reshuffled until there are enough comparisons: they are not all independent, which
    widens the spread of the share and leaves its mean.
-3. Durations 3 % longer, SEEDS seeds a side, paired: each of the three means must be told worse in
-   80 % of the trials, whose seeds are disjoint. Launches of both sides vary at random by 20 %, each
-   by itself, so that pairs are not two times one run.
+3. Durations 3 % longer, SEEDS seeds a side of 200 requests each, paired: each of the three means
+   must be told worse in 80 % of the trials, whose seeds are disjoint. Launches of both sides vary
+   at random by 20 %, each by itself, so that pairs are not two times one run.
 4. For one comparison of each kind `against`, which `tandem compare` uses, gives those intervals.
 5. One pair of runs above 90 % load says that its intervals need seeds.
 6. Printed without a bar: one pair of reruns of one trace, whose launches vary at random. Its
@@ -224,7 +224,7 @@ def main() -> int:
             _show(f"load {load:.0%}: excludes 0, {name}", row)
         count = trials * SEEDS
         sides = [
-            np.array([means(seed, rate, REQUESTS, factor, varies=True) for seed in range(count)])
+            np.array([means(s, rate, PAIR_REQUESTS, factor, varies=True) for s in range(count)])
             for factor in (1.0, SLOWER)
         ]
         row = detections(*sides, trials)

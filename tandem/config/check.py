@@ -128,6 +128,9 @@ def did_you_mean(wrong: str, known: Any) -> str:
     begun = [name for name in names if wrong and name.startswith(wrong)]  # chunked: chunked_swap
     near = [*dict.fromkeys([*get_close_matches(wrong, names, n=3, cutoff=0.65), *begun])][:3]
     near = near or [name for name in names if wrong and wrong in name][:3]
+    level = [name for name in near if name.count(".") == wrong.count(".")]
+    if level and level[0] == near[0]:  # the nearest one lies where the wrong one does
+        near = level
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; there are {', '.join(names)}" if 0 < len(names) <= 12 else ""

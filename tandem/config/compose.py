@@ -31,6 +31,7 @@ COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what i
 ALSO_CALLED = {"gpu": "cuda", "simulator": "sim", "server": "openai", "vllm": "vllm_v1"}  # options
 CONFIG_DIR = ("--config-dir", "-cd")  # the flag of a folder of the user's options
 NO_NAME = "Config group override must be a string"  # what Hydra says
+NO_VALUE = re.compile(r"Error parsing override '([^'=]+)' missing EQUAL")
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
 
 
@@ -146,6 +147,8 @@ def one_line(error: Exception, overrides: Sequence[str] = (), config_dir: str | 
         meant = f"; did you mean {other}?" if other in options else did_you_mean(name, options)
         meant = meant or f"; there are {', '.join(options)}"
         return f"{group}={name}: no such option{_other_folder(group, config_dir) or meant}"
+    if found := NO_VALUE.search(text):
+        return f"{found.group(1)}: a value is missing; give {found.group(1)}=..."
     cause = error.__cause__
     if found := WRONG_KEY.search(text):
         key = found.group(1).partition("@")[0]

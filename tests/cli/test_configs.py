@@ -30,11 +30,17 @@ SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
 FINETUNING = ("coserve", "coserve_slo", "coserve_vtc", "llm_station", "temporal")
 FINETUNING += ("temporal_limited", "spatial", "spatial_limited", "coserve_adapters", "alchemist")
-NOT_SERVING = ("recorded", "elastic", *TRAINING, *FINETUNING)  # elastic: in tests/policies
+OF_PROTRAIN = ("protrain", "time_shared_protrain")  # in tests/planners and tests/policies
+NOT_SERVING = ("recorded", "elastic", *TRAINING, *OF_PROTRAIN, *FINETUNING)  # elastic: as these
 POLICIES = [name for name in options("policy") if name not in NOT_SERVING]
 SERVING = [name for name in options("experiment") if not axes_of(name)]  # the rest trains
 TRAINS = {"training_order", "training_together", "all_on_device", "demand_paging", "patrickstar"}
-TRAINS |= {"zero_offload", "zero3_offload", "fsdp2_offload"}  # halves that serve no request
+TRAINS |= {
+    "zero_offload",
+    "zero3_offload",
+    "fsdp2_offload",
+    "protrain",
+}  # halves that serve no request
 
 
 def ten(tmp_path: Path, *overrides: str) -> dict[str, object]:

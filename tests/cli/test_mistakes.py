@@ -110,6 +110,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "--config-dir", "/nowhere"], "not found"),
         (["run", "scheduling._target_=os.system"], "trusted=[os]"),
         (["run", "backend=gpu"], "backend=gpu: no such option; did you mean cuda?"),
+        (["run", "limit"], "limit: a value is missing; give limit=..."),
+        (["run", "arrival.rate=-1"], "arrival.rate=-1.0: it must be a positive number"),
         (
             ["run", "scheduling._target_=policies.scheduling.chunked_prefill.Chunked"],
             "mean ChunkedPrefill",

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from analysis.run import Run, load
+from engine.contract.regions import Tier
 from tandem.cli.__main__ import main
+from tandem.cli.plan_choice import searched
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
+from tandem.wiring.run_spec import run_spec_of
 from tests.training.test_training_replays import booked, copies
 
 BOTH = ("policy=time_shared", "limit=4")
@@ -84,3 +87,21 @@ def test_training_that_its_share_cannot_hold_names_the_share(
     told = capsys.readouterr().err
     assert "give training a larger share of it (memory.device_share, memory.host_share)" in told
     assert main(["run", *words]) == 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_protrain_plans_for_its_share_of_the_memory(share: float, tmp_path: Path) -> None:
+    """Requests have the rest, and training stays below its share."""
+    words = ["policy=time_shared_protrain", "training=random", "model=micro_llama", "limit=4"]
+    words += ["training.sequence_tokens=32", "training.num_steps=3", "backend=sim"]
+    point = composed([*words, f"memory.device_share={share}", "device.memory_bytes=60000000"])
+    run_spec = run_spec_of(point)
+    found = searched(point, run_spec)
+    assert found is not None
+    capacity = run_spec.room.capacity_bytes[Tier.GPU, 0]
+    assert found.room.device_bytes == int(share * capacity)
+    metrics = run_experiment(point, tmp_path / "run")
+    assert metrics["num_finished"] == 4 and metrics["train_steps"] == 3
+    rows = load(tmp_path / "run").memory
+    trained = rows[["gradient_bytes", "optimizer_bytes", "activation_bytes"]].sum(axis=1)
+    assert 0 < trained[rows["tier"].eq("gpu")].max() <= share * capacity

@@ -195,4 +195,4 @@ def _checked_count(n: int) -> int:
 
 def _check_positive(name: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"arrival {name} is {value}; it must be a positive number")
+        raise ValueError(f"arrival.{name}={value}: it must be a positive number")
