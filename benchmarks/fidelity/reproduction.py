@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.coserving.alchemist_page import alchemist_parts
 from benchmarks.coserving.flexllm_page import flexllm_parts, table
 from benchmarks.scale.protrain_page import protrain_parts
 
@@ -68,6 +69,7 @@ def write_page() -> None:
         parts += ["## The largest model that trains\n", *_scale(lines)]
     parts += [ASSUMED, _remarks()]
     parts += flexllm_parts(_lines("flexllm_table.csv"), _lines("flexllm_steps.csv"))
+    parts += alchemist_parts(_lines("alchemist_published.csv"))
     parts += protrain_parts(_lines("protrain_published.csv"))
     PAGE.write_text("\n".join(part.rstrip() + "\n" for part in parts), encoding="utf-8")
 
