@@ -21,8 +21,8 @@ tokens is prompt), or 1,024 tokens of which a share is prompt. No constant was f
 UNKNOWN = (
     (
         "1.26 to 1.72 times the training throughput",
-        "model, device, batch and lengths of answers are not published; 1.72 = 1/(1 - 0.42), so the "
-        "best case spares the whole forward, as where a sample is prompt alone",
+        "model, device, batch and lengths of answers are not published; 1.72 = 1/(1 - 0.42), so "
+        "the best case spares the whole forward, as where a sample is prompt alone",
     ),
     ("47 % less memory, up to twice the tokens", "of what batch and which memory is not published"),
     (
@@ -62,8 +62,8 @@ def alchemist_parts(lines: Sequence[Line]) -> Iterator[str]:
     names = ("samples", "forward", "redundant", "speed-up", "peak of activations", "records")
     yield table(names, [*rows, published])
     yield (
-        "Forward: share of the time of training without records. The peak is that of activations on "
-        "the device while samples train, one at a time; records wait on the host.\n"
+        "Forward: share of the time of training without records. The peak is that of activations "
+        "on the device while samples train, one at a time; records wait on the host.\n"
     )
     yield "## What cannot be judged of Alchemist\n"
     yield table(("published", "why"), UNKNOWN)

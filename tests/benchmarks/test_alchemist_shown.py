@@ -56,6 +56,7 @@ SHOWN = {
     "alchemist_share, alchemist_delay, alchemist_link": (
         f"{FIGURES}::test_the_ends_of_each_axis_compose"
     ),
+    "published figures of Alchemist": "benchmarks/coserving/alchemist_published.py",
 }
 UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
 ABSENT = {
@@ -70,7 +71,6 @@ ABSENT = {
     "when it pays: the crossover of link and delay": (
         "alchemist_link and alchemist_delay sweep it in simulation; no point on the wall clock yet"
     ),
-    "published figures of Alchemist": "analysis/REPRODUCTION.md has no section on them yet",
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
 }
 
