@@ -128,3 +128,14 @@ def _denormals() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread meanwhile, as a device's stand-in does."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

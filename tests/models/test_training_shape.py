@@ -19,6 +19,8 @@ from tests.support.strategies import cases
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPES = {
     "full": Recipe(),
     "bf16": Recipe(dtype="bfloat16"),
@@ -30,14 +32,6 @@ RECIPES = {
     "lora bf16": Recipe(lora_rank=2, lora_dropout=0.2, dtype="bfloat16"),
 }
 SHAPES = [(1, 48), (3, 17)]  # sequences, tokens of each
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def compare(spec: ModelSpec, job: TrainingJob) -> None:

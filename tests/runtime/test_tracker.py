@@ -11,16 +11,10 @@ from torch import nn
 
 from runtime.measure.tracker import StorageTracker, census, storage_bytes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
 FIELDS += ("fordblks", "keepcost")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Block(nn.Module):

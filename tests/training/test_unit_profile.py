@@ -6,7 +6,6 @@ import csv
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.training.shape import training_shape
 from runtime.measure.unit_profile import (
@@ -20,6 +19,8 @@ from tests.support.hand_made import FAMILIES
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPES = {
     "full": Recipe(),
     "bf16 dropout": Recipe(dtype="bfloat16", dropout=0.1),
@@ -28,14 +29,6 @@ RECIPES = {
 }
 BYTES = ("saved_bytes", "forward_bytes", "light_bytes", "backward_bytes")
 SMALL = ("model=micro_llama", "training=random", "training.sequence_tokens=64", "backend=cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def profiled(family: str, recipe: Recipe) -> tuple[TrainingJob, list[UnitProfile]]:
