@@ -53,7 +53,7 @@ def main() -> int:
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        cases = {f"{share:.0%} prompt": made_up(share, root) for share in SHARES}
+        cases = {f"{share:.0%} prompt": of_equal_lengths(share, root) for share in SHARES}
         cases = dict([*cases.items()][-1:]) if is_quick else {SHAREGPT_CASE: sharegpt(), **cases}
         for case, (words, count) in cases.items():
             say(case)
@@ -81,7 +81,7 @@ def sharegpt() -> tuple[tuple[str, ...], int]:
     return (*words, f"trace.tokenizer={shared / TOKENIZER}", rule), REQUESTS
 
 
-def made_up(share: float, folder: Path) -> tuple[tuple[str, ...], int]:
+def of_equal_lengths(share: float, folder: Path) -> tuple[tuple[str, ...], int]:
     """Overrides of dialogues of equal lengths, whose prompts have a share of their tokens."""
     prompt, path = round(share * TOKENS), folder / f"prompts-{share:.0%}.parquet"
     requests = [Request(i, 0, prompt, TOKENS - prompt) for i in range(SAMPLES)]

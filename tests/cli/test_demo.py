@@ -49,7 +49,7 @@ def test_how_much_is_replayed_and_what_makes_no_sense() -> None:
 
 
 def test_a_profile_is_kept_and_measured_again_only_when_asked(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[Path] = []
 
@@ -59,7 +59,9 @@ def test_a_profile_is_kept_and_measured_again_only_when_asked(
             raise KeyboardInterrupt
         (folder / profile.COST).write_text(str(len(made)))
         made.append(folder)
-        return pd.DataFrame({"mape": [0.01]}, index=["all launches"])
+        totals = (0.01, 0.2)
+        index = [f"{profile.AGAIN}all launches"]
+        return pd.DataFrame({"total": [totals[len(made) - 1]]}, index=index)
 
     def stamp(form: str) -> str:
         return f"time-{len(list(Path().rglob('demo-*')))}"
@@ -68,7 +70,11 @@ def test_a_profile_is_kept_and_measured_again_only_when_asked(
     monkeypatch.setattr("time.strftime", stamp)
     kept = demo._profile(SETTINGS, is_new=False)
     assert demo._profile(SETTINGS, is_new=False) == kept and len(made) == 1
+    told = capsys.readouterr().err
+    assert "is off by +1.0% in all" in told and "speed changes" not in told
     assert demo._profile(SETTINGS, is_new=True) == kept and len(made) == 2
+    told = capsys.readouterr().err
+    assert "is off by +20.0% in all" in told and "the machine's speed changes" in told
     assert (kept / profile.COST).read_text() == "1"
     [before] = kept.parent.glob("*-before")
     assert (before / profile.COST).read_text() == "0", "what was measured before stays"
