@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def main(words: Sequence[str]) -> int:
     about = "an installed package that it was told to trust, again for the replay"
     parser.add_argument("--trusted", action="append", default=[], metavar="PACKAGE", help=about)
     chosen = parser.parse_args(words)
-    given = [one for one in chosen.runs if len(chosen.runs) == 1 or not _is_report(one)]
-    folders = [folder for one in given or chosen.runs for folder in _runs_in(one)]
+    given = _without_reports(chosen.runs)
+    folders = [folder for one in given for folder in _runs_in(one)]
     if len(folders) == 1:
         page = report_of(folders[0], chosen.out)
     elif _is_prediction_and_measurement(folders):
@@ -85,8 +86,21 @@ def _runs_in(given: Path) -> list[Path]:
     return sorted(kept, key=lambda f: (f.parent, order.get(f, len(order)))) or [given]
 
 
+def _without_reports(given: Sequence[Path]) -> Sequence[Path]:
+    """Leaves out, and tells, reports of earlier comparisons, which a pattern of a shell names too.
+
+    All stay where fewer than two folders would be left: then each says what it lacks.
+    """
+    reports = [one for one in given if _is_report(one)]
+    kept = [one for one in given if one not in reports]
+    if not reports or len(kept) < 2:
+        return given
+    names = ", ".join([report.name for report in reports])
+    print(f"tandem: {names}: left out, a report and no run", file=sys.stderr)
+    return kept
+
+
 def _is_report(folder: Path) -> bool:
-    """Whether this is the report of an earlier comparison, which a pattern of a shell names too."""
     return (folder / "report.html").is_file() and not run_folders(folder)
 
 
