@@ -52,7 +52,7 @@ OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
     "engine/contract/executor.py": {"Executor": OPEN, "Repeater": OPEN},
     "engine/contract/training_progress.py": {"TrainingProgress": NOT_NATIVE},
-    "engine/memory/dry_run.py": {"Shortage": NOT_NATIVE},
+    "engine/contract/regions.py": {"Shortage": NOT_NATIVE},
     "engine/loop/engine.py": {"Stalled": NOT_NATIVE},
     "engine/results/recorder.py": {"Recorder": OPEN},
     "policies/kv/paged_allocation.py": {"PagedRules": OPEN},

@@ -47,6 +47,7 @@ COLORS = {
     "llm_station": "#F00090",
     "temporal": "#700030",
     "elastic": "#0050F0",
+    "elastic_protrain": "#00A0A0",
     "temporal_limited": "#404000",
     "spatial": "#F00020",
     "spatial_limited": "#00E070",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.contract.adapters import AdapterVersion
+from engine.contract.layout import TrainingLayout
 from engine.contract.rules import refuse_write
 from engine.contract.training_progress import TrainingProgress
 from traces.serving.request import Request
@@ -229,6 +230,11 @@ class Job:
     def _run_through(self, adapter: AdapterVersion) -> None:
         """Another version of the adapter, of a job that waits for the first time."""
         object.__setattr__(self, "adapter", adapter)
+
+    def _train_by(self, layout: TrainingLayout) -> None:
+        """Another layout, of a job that is between two steps."""
+        assert self.training is not None, "a training job"
+        object.__setattr__(self, "training", self.training._laid_out(layout))
 
     def _name_prefix(self, prefix_ids: tuple[int, ...]) -> None:
         """Names the blocks that the prompt begins with."""

@@ -199,6 +199,7 @@ class TrainingLayout:
         buffers: how many other chunks have weights on the device at once (ProTrain).
         swaps_ahead: turns of units before its backward at which a unit's offloaded activations are
             fetched (ProTrain).
+        peak_bytes: of the device, the least with which a step runs; 0: the planner has not said.
     """
 
     chunks: tuple[Chunk, ...]
@@ -211,6 +212,7 @@ class TrainingLayout:
     persistent: frozenset[int] = frozenset()
     buffers: int = 0
     swaps_ahead: int = 1
+    peak_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
@@ -453,11 +455,14 @@ class Layout:
         places: bytes of each place that is held before the first step.
         training: by job, its chunks and units.
         adapters: those that requests may run through; their homes are among the places.
+        alternatives: by job, layouts by which it may go on between two steps (`Plan.relaid`), the
+            fastest first. They differ in where states and activations are, not in chunks or order.
     """
 
     places: Mapping[Place, int] = field(default_factory=dict)
     training: Mapping[int, TrainingLayout] = field(default_factory=dict)
     adapters: tuple[AdapterSpec, ...] = ()
+    alternatives: Mapping[int, tuple[TrainingLayout, ...]] = field(default_factory=dict)
 
     def shown(self) -> Layout:
         """A read-only copy, for policies.
@@ -466,7 +471,8 @@ class Layout:
             A layout whose mappings refuse writes.
         """
         places, training = MappingProxyType(self.places), MappingProxyType(self.training)
-        return replace(self, places=places, training=training)
+        alternatives = MappingProxyType(self.alternatives)
+        return replace(self, places=places, training=training, alternatives=alternatives)
 
     def with_adapters(self, adapters: Sequence[AdapterSpec], pools: Iterable[Pool]) -> Layout:
         """This layout with adapters on the hosts.

@@ -197,6 +197,18 @@ class Free:
 Op = Compute | Copy | Collective  # operations that take time on a lane
 
 
+class Relaid(NamedTuple):
+    """A training job goes on by another of its layouts, from its next step on.
+
+    Attributes:
+        job: a job that is between two steps, with no launch in flight.
+        number: of the layout, among `View.layout.alternatives` of the job.
+    """
+
+    job: Job
+    number: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A program for one device.
@@ -208,19 +220,21 @@ class Plan:
         restart: jobs in service that lose their KV: their tokens must be computed again.
         refuse: jobs that will never fit; they leave.
         wake_ns: the engine asks again at this moment at the latest; None: at the next event.
+        relaid: training jobs that go on by another of their layouts.
     """
 
     ops: tuple[Op | Grow | Share | Free, ...] = ()
     restart: tuple[Job, ...] = ()
     refuse: tuple[Job, ...] = ()
     wake_ns: int | None = None
+    relaid: tuple[Relaid, ...] = ()
 
     def __repr__(self) -> str:
         return f"Plan({len(self.ops)} operations)"
 
     def __bool__(self) -> bool:
         """Whether the plan does anything at all."""
-        return bool(self.ops or self.refuse or self.restart)
+        return bool(self.ops or self.refuse or self.restart or self.relaid)
 
 
 stored_by_slot(Compute, Copy, Free, Plan)

@@ -22,6 +22,7 @@ from engine.contract.plan import (
     Grow,
     Op,
     Plan,
+    Relaid,
     Share,
     Slice,
 )
@@ -31,6 +32,7 @@ from engine.contract.regions import (
     PageSize,
     Place,
     Pool,
+    Shortage,
     Tier,
     kv_place,
     told,
@@ -103,7 +105,7 @@ class Books(ABC):
             plan: the plan of a policy.
 
         Raises:
-            Shortage: a pool lacks room; it is a MemoryError with the place.
+            Shortage: a pool lacks room.
             ContractError: the plan breaks a rule.
         """
 
@@ -186,9 +188,8 @@ class PlanCheck:
                 self._ledger.expect(plan)
             else:
                 self._walk(plan, device)
-        except MemoryError as short:  # a Shortage of the dry run
-            place: Place = short.place  # type: ignore[attr-defined]
-            raise ContractError(Rule.ROOM, str(short), place.region.owner) from short
+        except Shortage as short:
+            raise ContractError(Rule.ROOM, str(short), short.place.region.owner) from short
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise ContractError(Rule.ANSWER, f"a plan that cannot be read: {error}") from error
 
@@ -196,7 +197,7 @@ class PlanCheck:
     def _is_usual(self, plan: Plan, device: int) -> bool:
         """Whether a plan of one step is growth and one launch that serves, and keeps all rules."""
         ops = plan.ops
-        if not ops or plan.restart or plan.refuse or plan.wake_ns is not None:
+        if not ops or plan.restart or plan.refuse or plan.relaid or plan.wake_ns is not None:
             return False
         if self._adapters is not None:
             return False
@@ -263,6 +264,8 @@ class PlanCheck:
     def _walk(self, plan: Plan, device: int) -> None:
         _check_form(plan)
         self._check_jobs(plan)
+        if plan.relaid:
+            self._check_relaid(plan)
         for op in plan.ops:
             if type(op) in (Compute, Collective):
                 self._check_launch(op, device)  # type: ignore[arg-type]
@@ -307,6 +310,24 @@ class PlanCheck:
                 if rule is Rule.RESTART and not self._lists.has_started(job):
                     raise ContractError(rule, "restart of a job that waits", number)
                 named.add(number)
+
+    def _check_relaid(self, plan: Plan) -> None:
+        """Rule RELAID."""
+        gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
+        launches = [op for op in (*plan.ops, *self._open) if isinstance(op, Compute)]
+        launched = {piece.job.job_id for op in launches for piece in op.slices}
+        for job, number in plan.relaid:
+            job_id, training = job.job_id, job.training
+            if self._lists.jobs.get(job_id) is not job or training is None or job_id in gone:
+                raise ContractError(Rule.RELAID, "a new layout of no job that trains", job_id)
+            if not training.begins_step or job_id in launched:
+                what = "a new layout in a step, or with a launch in flight or in the plan"
+                raise ContractError(Rule.RELAID, what, job_id)
+            count = len(self._training.layout.alternatives.get(job_id, ()))
+            if type(number) is not int or not 0 <= number < count:
+                what = f"layout {number!r} of {count}"
+                raise ContractError(Rule.RELAID, what, job_id)
+            gone.add(job_id)
 
     def _check_operation(self, op: Any, seen: set[Op], device: int) -> None:
         """Checks an operation by itself, and against `seen`, the operations before it."""
@@ -426,7 +447,7 @@ class PlanCheck:
 
 def _check_form(plan: Plan) -> None:
     """Rule ANSWER."""
-    for name in ("ops", "restart", "refuse"):
+    for name in ("ops", "restart", "refuse", "relaid"):
         if type(getattr(plan, name)) is not tuple:
             what = f"{name} of a plan is {named(getattr(plan, name))}: it must be a tuple"
             raise ContractError(Rule.ANSWER, what)
@@ -442,6 +463,9 @@ def _check_form(plan: Plan) -> None:
     for job in (*plan.restart, *plan.refuse):
         if not isinstance(job, Job):
             raise ContractError(Rule.ANSWER, f"{named(job)} is no job")
+    for one in plan.relaid:
+        if type(one) is not Relaid or not isinstance(one.job, Job):
+            raise ContractError(Rule.ANSWER, f"{named(one)} is no new layout of a job")
 
 
 def _are_distinct(slices: Sequence[Slice], lead: int) -> bool:

@@ -365,6 +365,15 @@ class PlanBuilder(ABC):
         """
 
     @abstractmethod
+    def relay(self, job: Job, number: int) -> None:
+        """Names a training job that goes on by another of its layouts.
+
+        Args:
+            job: a job between two steps, with no launch in flight or in this plan.
+            number: of the layout, among `View.layout.alternatives` of the job.
+        """
+
+    @abstractmethod
     def discard(self) -> None:
         """Takes back all that this builder and the shares made within it have written.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from engine.contract.job import NO_RECORD, Job
-from engine.contract.layout import Mode, Stage
+from engine.contract.layout import Mode, Stage, TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.records import is_stale
 from engine.contract.regions import Work
@@ -362,16 +362,38 @@ def _check_update(job_id: int, chunks: range | tuple[int, ...], training: Traini
                 _refuse(job_id, f"chunk {chunk} updated too early: microbatch {microbatch} is left")
 
 
-def check_stages(training: TrainingProgress) -> None:
+def _check_alternatives(training: TrainingProgress, others: Sequence[TrainingLayout]) -> None:
+    """Checks that a job can go on by other layouts: its chunks and its order are theirs."""
+    own = training.layout
+    if others and (own is None or training.spec.finetunes):
+        _refuse(training.spec.job_id, "alternatives of a layout without an order of tasks")
+    for number, other in enumerate(others):
+        assert own is not None
+        pairs = zip(own.units, other.units, strict=False)
+        is_like = (
+            (own.chunks, own.stages, own.first) == (other.chunks, other.stages, other.first)
+            and (own.ranks, own.versions) == (other.ranks, other.versions)
+            and len(own.units) == len(other.units)
+            and all([one.chunks == two.chunks and one.trained == two.trained for one, two in pairs])
+        )
+        if not is_like:
+            what = f"layout {number} has other chunks, units or stages than the first"
+            _refuse(training.spec.job_id, what)
+
+
+def check_stages(training: TrainingProgress, others: Sequence[TrainingLayout] = ()) -> None:
     """Checks that the orders of a job's stages name each of its tasks once.
 
     Args:
         training: the progress of a job that arrives, with its layout.
+        others: its alternatives, whose chunks, units and stages are those of its layout.
 
     Raises:
-        ContractError: a unit is in no stage or in two, an order lacks a task or names one twice, or
-            several stages have what they cannot share: a table, clipping, dropout, or a group.
+        ContractError: a unit is in no stage or in two, an order lacks a task or names one twice,
+            several stages have what they cannot share (a table, clipping, dropout, or a group), or
+            an alternative differs in more than where states and activations are.
     """
+    _check_alternatives(training, others)
     spec, layout = training.spec, training.layout
     units = [unit for stage in training.stages for unit in stage.units]
     if layout is None or spec.finetunes:

@@ -493,3 +493,19 @@ def told(place: Place) -> str:
         what = f"{kind} chunk {part}"
     of = "" if owner == SHARED_OWNER else f" of job {owner}"
     return f"{what}{of} on {tier}:{device}"
+
+
+class Shortage(MemoryError):
+    """A plan takes more bytes than a pool has.
+
+    Attributes:
+        place: what would have taken them.
+        deficit_bytes: how many bytes the pool lacks.
+    """
+
+    def __init__(self, place: Place, deficit_bytes: int) -> None:
+        super().__init__(
+            f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {told(place)}"
+        )
+        self.place = place
+        self.deficit_bytes = deficit_bytes

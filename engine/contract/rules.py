@@ -26,6 +26,7 @@ class Rule(StrEnum):
     ONCE = "once"  # a launch serves each job once
     RESTART = "restart"  # names jobs in service, none twice, none with a slice in the plan
     REFUSE = "refuse"  # names unfinished jobs, none twice, none with a slice in the plan
+    RELAID = "relaid"  # names training jobs between steps with nothing in flight, and their layouts
     TOKENS = "tokens"  # a served slice is whole tokens, 1 to those that remain, in all layers
     LANE = "lane"  # serving launches run on compute lanes that the device declares
     DEVICE = "device"  # operations run on the plan's device, or between it and another pool

@@ -58,8 +58,6 @@ from engine.contract.windows import window_footprint
 
 EMPTY = -1  # the stamp of a place that the plan begins, and has not written
 GONE = -2  # the stamp of a place that is not held
-
-
 ISSUED = 1 << 62  # a stamp above all that were issued
 
 
@@ -110,7 +108,7 @@ class TrainingContract:
             job: its job.
         """
         if job.training is not None:
-            check_stages(job.training)
+            check_stages(job.training, self.layout.alternatives.get(job.job_id, ()))
         self.jobs[job.job_id] = job
         self._trains = True
 
@@ -122,8 +120,10 @@ class TrainingContract:
         """
         self.jobs.pop(job_id, None)
         self.ended.add(job_id)
-        for key in [key for key in self._needs if key[0] == job_id]:
-            del self._needs[key]
+        self._forget(job_id)
+
+    def _forget(self, job_id: int) -> None:
+        self._needs = {key: found for key, found in self._needs.items() if key[0] != job_id}
 
     def concerns(self, plan: Plan) -> bool:
         """Whether a plan trains, exchanges, or moves or gives back anything but KV.
@@ -164,6 +164,11 @@ class TrainingContract:
         """
         if self.concerns(plan):
             _Reading(self, plan, device).run()
+
+    def relay(self, job: Job, number: int) -> None:
+        """A job goes on by another of its layouts, given by its number among the alternatives."""
+        job._train_by(self.layout.alternatives[job.job_id][number])
+        self._forget(job.job_id)
 
     def needs(self, piece: Slice, training: TrainingProgress, op: Compute, reuses: bool) -> Needs:
         """The needs of a task's launch in this step, cached for every microbatch of it.
@@ -271,11 +276,8 @@ class _Reading:
     # ---- books
     def _newest_elsewhere(self, place: Place) -> int:
         """The stamp of the newest copy of a region in other pools."""
-        stamps, newest = self._stamps, GONE
-        for other in self._elsewhere(place):
-            if (stamp := stamps[other]) > newest:
-                newest = stamp
-        return newest
+        stamps = self._stamps
+        return max([stamps[other] for other in self._elsewhere(place)], default=GONE)
 
     def _newest(self, place: Place) -> int:
         return max(self._stamps[place], self._newest_elsewhere(place))
@@ -294,9 +296,8 @@ class _Reading:
 
     def _is_left(self, owner: int) -> bool:
         """Whether an owner's job has ended, or is refused by the plan."""
-        return owner in self._contract.ended or any(
-            [job.job_id == owner for job in self._plan.refuse]
-        )
+        refused = [job.job_id for job in self._plan.refuse]
+        return owner in self._contract.ended or owner in refused
 
     def _write(self, places: Iterable[Place]) -> None:
         stamps, now = self._stamps, self._now

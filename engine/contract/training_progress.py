@@ -234,6 +234,17 @@ class TrainingProgress:
             object.__setattr__(other, name, own.get(name, getattr(self, name)))
         return other
 
+    def _laid_out(self, layout: TrainingLayout) -> TrainingProgress:
+        """This progress, between two steps, by another layout of its chunks.
+
+        It is a new object, so that nothing that is known of the steps so far is taken for it.
+        """
+        assert self.begins_step, "a step has one layout"
+        other = self.copy()
+        object.__setattr__(other, "layout", layout)
+        object.__setattr__(other, "stages", layout.stages or self.stages)
+        return other
+
     def _own(self, tokens: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """Tokens per unit in lists of their own, but for microbatches that move no more."""
         return {k: d if self.is_trained(k) else ReadOnlyList(d) for k, d in tokens.items()}

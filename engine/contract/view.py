@@ -10,7 +10,7 @@ from engine.contract.adapters import AdapterVersion
 from engine.contract.executor import Launch
 from engine.contract.job import Job
 from engine.contract.layout import Layout
-from engine.contract.plan import Grow, Op, Slice, one_token
+from engine.contract.plan import Compute, Grow, Op, Slice, one_token
 from engine.contract.records import FeedbackCount
 from engine.contract.regions import PageSize, Place, Pool, Work
 from engine.contract.rules import stored_by_slot
@@ -385,6 +385,18 @@ class View:
             The bytes.
         """
         return self.free_bytes[pool] + self.coming_bytes[pool]
+
+    def is_in_flight(self, job: Job) -> bool:
+        """Whether a launch of a job has been issued and has not ended.
+
+        Args:
+            job: a job of the view.
+
+        Returns:
+            False where only copies of its memory are in flight.
+        """
+        launches = [op for op in self.in_flight if isinstance(op, Compute)]
+        return any([piece.job is job for op in launches for piece in op.slices])
 
 
 stored_by_slot(View)

@@ -54,7 +54,7 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
     rest of the prompts follows, and then their decodes if no job waits for what the prompts leave
     of the budget. A plan of anything but growth and one launch holds once.
     """
-    if not plan.ops or plan.restart or plan.refuse:
+    if not plan.ops or plan.restart or plan.refuse or plan.relaid:
         return ONCE
     if (view.training or view.layout.training) and _trains(view):
         return ONCE

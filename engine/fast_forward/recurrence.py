@@ -139,7 +139,7 @@ def _is_like(step: RecurringStep, before: RecurringStep) -> bool:
 
 
 def _is_program(plan: Plan) -> bool:
-    return bool(plan.ops) and not (plan.restart or plan.refuse or plan.wake_ns)
+    return bool(plan.ops) and not (plan.restart or plan.refuse or plan.wake_ns or plan.relaid)
 
 
 def a_step_later(plan: Plan, microbatches: int, moving: Sequence[int] | None = None) -> Plan:

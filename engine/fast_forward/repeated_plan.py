@@ -167,7 +167,7 @@ class RepeatedPlan:
         """Whether a single step is only growth and one launch, of decodes and then prompts."""
         plan = self.plan
         is_growth = all([type(op) is Grow for op in plan.ops[:-1]])
-        is_still = not (plan.restart or plan.refuse)
+        is_still = not (plan.restart or plan.refuse or plan.relaid)
         return is_growth and is_still and all([job.is_prefilling for job in self.tail])
 
     @property

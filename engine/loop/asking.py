@@ -16,6 +16,7 @@ from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import PlanBuilder, Policy
+from engine.contract.regions import Shortage
 from engine.contract.rules import (
     OURS,
     ContractError,
@@ -31,7 +32,6 @@ from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing, PrefixReuse
 from engine.loop.profile import ShownProfile
 from engine.loop.state import EngineState, Issue, Lifecycle, Turn
-from engine.memory.dry_run import Shortage
 
 REPEATED = "the engine repeats plans by itself, where Traits promise that it may"
 TAKE = {  # by class and name of earlier versions: what does its work now

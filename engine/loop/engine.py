@@ -420,6 +420,8 @@ class Engine(Lifecycle):
             restart(job)
         for job in plan.refuse:
             self._admission.refuse(job, self._arrivals.answered)
+        for job, number in plan.relaid:
+            self._training.relay(job, number)
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
@@ -443,7 +445,7 @@ class Engine(Lifecycle):
 
     def _check_progress(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Raises Stalled where many plans in a row hold no operation."""
-        self._fruitless = 0 if launches or plan.refuse else self._fruitless + 1
+        self._fruitless = 0 if launches or plan.refuse or plan.relaid else self._fruitless + 1
         if self._fruitless >= FRUITLESS:
             raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
 

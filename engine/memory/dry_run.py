@@ -10,31 +10,26 @@ from typing import Any
 
 from engine.contract.adapter_check import adapters_of, is_publication
 from engine.contract.job import Job
-from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share, Slice
+from engine.contract.plan import (
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    Op,
+    Plan,
+    Relaid,
+    Share,
+    Slice,
+)
 from engine.contract.policy import MakeRoom, PlanBuilder
 from engine.contract.records import is_adoption
-from engine.contract.regions import Kind, Place, Pool, Tier, told
+from engine.contract.regions import Kind, Place, Pool, Shortage, Tier, told
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import KeptPages, RunningDecodes, View
 
 UNKNOWN = -1  # bytes of a place that was not looked at yet
 NO_PAGES: Mapping[Pool, KeptPages] = MappingProxyType({})
-
-
-class Shortage(MemoryError):
-    """A plan takes more bytes than a pool has.
-
-    Attributes:
-        place: what would have taken them.
-        deficit_bytes: how many bytes the pool lacks.
-    """
-
-    def __init__(self, place: Place, deficit_bytes: int) -> None:
-        super().__init__(
-            f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {told(place)}"
-        )
-        self.place = place
-        self.deficit_bytes = deficit_bytes
 
 
 class DryRun:
@@ -60,9 +55,7 @@ class DryRun:
         self._page_runs, self._page_nbytes = page_runs, page_nbytes
         self._held = held_bytes
         self._unentered: Sequence[Grow] = ()  # growth that `_known` lacks yet
-        self._known: dict[
-            Place, int | None
-        ] = {}  # bytes of places that were looked at; None: not held
+        self._known = dict[Place, int | None]()  # places that were looked at; None: not held
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
@@ -226,7 +219,7 @@ class DryRunPlanBuilder(PlanBuilder):
         self._view = view
         self._pages, self._dry_run = self._begun()
         self._ops: list[Op | Grow | Share | Free] = []
-        self._restart, self._refuse = list[Job](), list[Job]()
+        self._restart, self._refuse, self._relaid = list[Job](), list[Job](), list[Relaid]()
         self._device, self._page_nbytes = view.device, view.page.nbytes
 
     def _begun(self) -> tuple[KeptPages | None, DryRun]:
@@ -238,7 +231,7 @@ class DryRunPlanBuilder(PlanBuilder):
         return pages, DryRun(room, view.held_bytes, page_runs, view.page.nbytes)
 
     def __bool__(self) -> bool:
-        return bool(self._ops or self._restart or self._refuse)
+        return bool(self._ops or self._restart or self._refuse or self._relaid)
 
     def room(self, pool: Pool) -> int:
         return self._dry_run.room_bytes[pool]
@@ -350,11 +343,13 @@ class DryRunPlanBuilder(PlanBuilder):
     def refuse(self, job: Job) -> None:
         self._refuse.append(job)
 
+    def relay(self, job: Job, number: int) -> None:
+        self._relaid.append(Relaid(job, number))
+
     def discard(self) -> None:
         self._pages, self._dry_run = self._begun()
-        self._ops.clear()
-        self._restart.clear()
-        self._refuse.clear()
+        for part in self._parts:
+            part.clear()
         self._shares = None
 
     def within(
@@ -364,7 +359,8 @@ class DryRunPlanBuilder(PlanBuilder):
 
     def plan(self) -> Plan:
         """The finished plan: the operations in the order in which they were added."""
-        return Plan(tuple(self._ops), tuple(self._restart), tuple(self._refuse))
+        jobs = tuple(self._restart), tuple(self._refuse)
+        return Plan(tuple(self._ops), *jobs, relaid=tuple(self._relaid))
 
     def _add(self, op: Op | Grow | Share | Free) -> None:
         self._dry_run.apply(op)
@@ -373,13 +369,13 @@ class DryRunPlanBuilder(PlanBuilder):
     # ---- shares of the room
     @property
     def _parts(self) -> Parts:
-        return self._ops, self._restart, self._refuse
+        return self._ops, self._restart, self._refuse, self._relaid
 
     def _write_as(
         self, share: _LimitedBuilder, write: Callable[[Any], object], written: object
     ) -> None:
         """Writes for a share: what is added is signed, and its bytes count for the share."""
-        self._shares = shares = self._shares or _Shares(([], [], []))
+        self._shares = shares = self._shares or _Shares(([], [], [], []))
         parts, before = self._parts, dict(self._dry_run.room_bytes)
         shares.sign(None, parts)
         write(written)
@@ -404,10 +400,10 @@ class DryRunPlanBuilder(PlanBuilder):
                 if (excess := shares.excess_bytes(writer)) > 0:
                     raise Shortage(op.dst if isinstance(op, Copy) else op.place, excess)
         self._pages, self._dry_run, self._shares = pages, dry_run, shares
-        self._ops, self._restart, self._refuse = kept
+        self._ops, self._restart, self._refuse, self._relaid = kept
 
 
-Parts = tuple[list[Any], ...]  # operations, restarts and refusals of a plan
+Parts = tuple[list[Any], ...]  # operations, restarts, refusals and new layouts of a plan
 Writers = tuple[list["_LimitedBuilder | None"], ...]  # of each of these; None: of no share
 
 
@@ -415,7 +411,7 @@ class _Shares:
     """Which share wrote each part of a plan, and the bytes that each share of the room has taken.
 
     Args:
-        writers: of each operation, restart and refusal that is signed.
+        writers: of each operation, restart, refusal and new layout that is signed.
     """
 
     def __init__(self, writers: Writers) -> None:
@@ -568,6 +564,9 @@ class _LimitedBuilder(PlanBuilder):
 
     def refuse(self, job: Job) -> None:
         self._write(self._whole.refuse, job)
+
+    def relay(self, job: Job, number: int) -> None:
+        self._write(lambda asked: self._whole.relay(*asked), (job, number))
 
     def discard(self) -> None:
         self._whole._discard_share(self)

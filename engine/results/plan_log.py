@@ -1,15 +1,17 @@
-"""Plans as text and back: what makes a run repeatable on another backend."""
+"""Plans and layouts as text and back: what makes a run repeatable on another backend."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from engine.contract.job import Job
 from engine.contract.kv_check import WHOLE
+from engine.contract.layout import Layout, Mode, TrainingLayout
 from engine.contract.plan import (
     Collective,
     Compute,
@@ -19,6 +21,7 @@ from engine.contract.plan import (
     Op,
     Pattern,
     Plan,
+    Relaid,
     Share,
     Slice,
 )
@@ -37,6 +40,7 @@ class Growing(Protocol):
 
 
 AnyOp = Op | Grow | Share | Free
+RELAID = "relaid"  # the name of new layouts in a text, which is left out where there are none
 
 
 class LoggedPlan(NamedTuple):
@@ -51,7 +55,8 @@ class LoggedPlan(NamedTuple):
         """The jobs that must have arrived before the plan can be issued."""
         content = json.loads(self.body)
         computed = (s[0] for op in content["ops"] if op[0] == "compute" for s in op[4])
-        return frozenset((*computed, *content["restart"], *content["refuse"]))
+        relaid = (job_id for job_id, _ in content.get(RELAID, ()))
+        return frozenset((*computed, *content["restart"], *content["refuse"], *relaid))
 
 
 def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
@@ -168,7 +173,13 @@ def encode(plan: Plan) -> str:
         "restart": [job.job_id for job in plan.restart],
         "refuse": [job.job_id for job in plan.refuse],
     }
+    if plan.relaid:
+        content[RELAID] = _relaid(plan)
     return _text(content)
+
+
+def _relaid(plan: Plan) -> list[list[int]]:
+    return [[job.job_id, number] for job, number in plan.relaid]
 
 
 def _text(content: object) -> str:
@@ -193,7 +204,8 @@ class PlanTexts:
         grows = [op for op in takewhile(_is_growth, plan.ops) if isinstance(op, Grow)]
         ops = [self._launch(op) if isinstance(op, Compute) else self._new(op) for op in plan.ops]
         body = ",".join(ops[len(grows) :])
-        return self.grows(grows), f'{OPS}{body}],"restart":{restart},"refuse":{refuse}}}'
+        relaid = f',"{RELAID}":{_text(_relaid(plan))}' if plan.relaid else ""
+        return self.grows(grows), f'{OPS}{body}],"restart":{restart},"refuse":{refuse}{relaid}}}'
 
     def grows(self, grows: Iterable[Growing]) -> str:
         """What grows, in order."""
@@ -242,12 +254,72 @@ def _slice_text(piece: Slice) -> str:
 def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
     """The plan of a log over the jobs of this run. Raises KeyError for a job that is not there."""
     content = json.loads(body)
-    if unknown := content.keys() - {"ops", "restart", "refuse"}:
+    if unknown := content.keys() - {"ops", "restart", "refuse", RELAID}:
         raise ValueError(f"plan log: a plan of one step has no {sorted(unknown)[0]!r}")
     return Plan(
         tuple(_decode_op(op, jobs) for op in content["ops"]),
         tuple(jobs[i] for i in content["restart"]),
         tuple(jobs[i] for i in content["refuse"]),
+        relaid=tuple(Relaid(jobs[i], number) for i, number in content.get(RELAID, ())),
+    )
+
+
+def encode_layout(layout: Layout) -> dict[str, Any]:
+    """What a planner has decided by memory and prices, as JSON takes it.
+
+    Chunks, units and the order of tasks are left out: they follow from the job and its settings.
+    """
+    parts = {"training": {i: [one] for i, one in layout.training.items()}}
+    parts["alternatives"] = {i: [*found] for i, found in layout.alternatives.items()}
+    own = [(p, n) for p, n in layout.places.items() if p.region.owner in layout.training]
+    told: dict[str, Any] = {"places": [[*_encode_place(p), n] for p, n in own]}
+    for name, of_job in parts.items():
+        told[name] = {str(i): [_choices(one) for one in found] for i, found in of_job.items()}
+    return told
+
+
+def _choices(layout: TrainingLayout) -> dict[str, Any]:
+    return {
+        "modes": [unit.mode for unit in layout.units],
+        "sends_input": [unit.sends_input for unit in layout.units],
+        "persistent": sorted(layout.persistent),
+        "buffers": layout.buffers,
+        "swaps_ahead": layout.swaps_ahead,
+        "peak_bytes": layout.peak_bytes,
+    }
+
+
+def decode_layout(content: Mapping[str, Any], planned: Layout) -> Layout:
+    """The layout of a log, over the chunks and units of a layout that is planned for this run.
+
+    Raises:
+        KeyError, TypeError, ValueError: the content is no layout, or one of other jobs and units.
+    """
+
+    def chosen(name: str) -> dict[int, tuple[TrainingLayout, ...]]:
+        return {
+            int(i): tuple([_with_choices(planned.training[int(i)], one) for one in found])
+            for i, found in content[name].items()
+        }
+
+    places = {_decode_place(row): nbytes for *row, nbytes in content["places"]}
+    training = {i: only for i, (only,) in chosen("training").items()}
+    found = replace(planned, places=places, training=training, alternatives=chosen("alternatives"))
+    if found.training.keys() != planned.training.keys():
+        raise ValueError("a layout of other jobs")
+    return found
+
+
+def _with_choices(layout: TrainingLayout, told: Mapping[str, Any]) -> TrainingLayout:
+    pairs = zip(layout.units, told["modes"], told["sends_input"], strict=True)
+    units = tuple([replace(unit, mode=Mode(m), sends_input=bool(s)) for unit, m, s in pairs])
+    return replace(
+        layout,
+        units=units,
+        persistent=frozenset(told["persistent"]),
+        buffers=int(told["buffers"]),
+        swaps_ahead=int(told["swaps_ahead"]),
+        peak_bytes=int(told["peak_bytes"]),
     )
 
 

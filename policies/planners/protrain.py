@@ -19,7 +19,7 @@ from policies.planners.blocks import (
     modes_of_blocks,
     searched_size,
 )
-from policies.planners.search import Space, TierBytes
+from policies.planners.search import Space, TierBytes, TimedConfiguration
 from policies.planners.step_model import Placements, StepModel
 from policies.planners.step_quotes import QuotedStep
 from policies.training.out_of_memory import OutOfMemory, remedies_of_launch, remedies_of_states
@@ -50,6 +50,9 @@ class ProTrainLayout:
         gradients_out: of the memory policy; see ProTrain.
         device_share: of the device, that training may take: its share beside requests.
         host_share: of the host.
+        levels: memories for which layouts are searched as well: each 1/levels of the device. By
+            these a job may go on between steps when keys and values rise or fall (ProTrain with
+            `headroom`); 0: none.
 
     Raises:
         ValueError: a number is below 0, or a share is not in [0, 1].
@@ -66,13 +69,14 @@ class ProTrainLayout:
     gradients_out: int = GRADIENTS_OUT
     device_share: float = 1.0
     host_share: float = 1.0
+    levels: int = 0
 
     def __post_init__(self) -> None:
         for name in ("device_share", "host_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"protrain: {name} is {getattr(self, name)}, not in [0, 1]")
         names = ("persistent", "buffers", "swaps", "checkpoints", "interval", "chunk_elements")
-        for name in (*names, "gradients_out"):
+        for name in (*names, "gradients_out", "levels"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"protrain: {name} is {getattr(self, name)}, not at least 0")
 
@@ -90,9 +94,17 @@ class ProTrainLayout:
             OutOfMemory: no configuration fits; the deficit is that of the one that lacks least.
         """
         room = self.room(capacity_bytes)
-        layouts = {job.job_id: self.laid_out(shapes[job.job_id], job, room, cost) for job in jobs}
+        layouts, others = dict[int, TrainingLayout](), dict[int, tuple[TrainingLayout, ...]]()
+        for job in jobs:
+            shape = shapes[job.job_id]
+            of_job = _Layouts(self, *self.space(shape, job, cost), job, shape)
+            found = layouts[job.job_id] = of_job.best(room)
+            if self.levels:
+                whole = room._replace(device_bytes=capacity_bytes[Tier.GPU, 0])
+                others[job.job_id] = of_job.by_level(whole, self.levels, found)
         own = {(Tier.GPU, 0): room.device_bytes, (Tier.HOST, 0): room.host_bytes}
-        return Layout(places=held_places(layouts, jobs, own), training=layouts)
+        places = held_places(layouts, jobs, own)
+        return Layout(places=places, training=layouts, alternatives=others)
 
     def room(self, capacity_bytes: Mapping[Pool, int]) -> TierBytes:
         """What training may use of a device and its host.
@@ -106,47 +118,6 @@ class ProTrainLayout:
         host_bytes = capacity_bytes.get((Tier.HOST, 0), 0)
         device_bytes = capacity_bytes[Tier.GPU, 0]
         return TierBytes(int(device_bytes * self.device_share), int(host_bytes * self.host_share))
-
-    def laid_out(
-        self, shape: TrainingShape, job: TrainingJob, room: TierBytes, cost: Cost
-    ) -> TrainingLayout:
-        """The layout of one job.
-
-        Args:
-            shape: of its model.
-            job: the training job.
-            room: what it may use.
-            cost: predicted durations.
-
-        Returns:
-            Chunks, units and stage, on one device of its group.
-
-        Raises:
-            ValueError: there are fewer blocks or chunks than the knobs ask for.
-            OutOfMemory: no configuration fits.
-        """
-        space, plain = self.space(shape, job, cost)
-        blocks, interval = space.model.blocks, space.model.swaps_ahead
-        knobs = (self.persistent, self.buffers, self.swaps, self.checkpoints)
-        if None in knobs:
-            search = space.search(room)
-            if not search.found:
-                raise _out_of_memory(search.lacks, job, plain)
-            chosen = search.found[0].knobs
-        else:
-            space.pairs()  # raises where the host cannot update
-            chosen = Configuration(*[knob or 0 for knob in knobs])
-        modes = modes_of_blocks(chosen, blocks, len(shape.units), interval, self.placement)
-        chunks = [chunk.parameters for chunk in plain.chunks]
-        share = equal_share(job.ranks if self.shards else 1)
-        made = eager(lay_out(shape, chunks, modes, ranks=job.ranks, share=share), job)
-        passing = {*blocks.chunks[chosen.persistent :]}
-        return replace(
-            made,
-            persistent=frozenset(range(len(chunks))) - passing,
-            buffers=min(chosen.buffers, len(passing)),
-            swaps_ahead=interval,
-        )
 
     def space(
         self, shape: TrainingShape, job: TrainingJob, cost: Cost
@@ -201,6 +172,66 @@ class ProTrainLayout:
         if (self.swaps or 0) + (self.checkpoints or 0) > units:
             asked = f"swaps={self.swaps} and checkpoints={self.checkpoints}"
             raise ValueError(f"protrain: {asked}, and {units} blocks have a backward")
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """The layouts of one job, whose configurations are searched in one space."""
+
+    planner: ProTrainLayout
+    space: Space
+    plain: TrainingLayout
+    job: TrainingJob
+    shape: TrainingShape
+
+    def best(self, room: TierBytes) -> TrainingLayout:
+        """The fastest layout in so much memory, or the one that is fixed by hand.
+
+        Raises:
+            ValueError: the host cannot update what does not persist.
+            OutOfMemory: no configuration fits.
+        """
+        planner = self.planner
+        knobs = (planner.persistent, planner.buffers, planner.swaps, planner.checkpoints)
+        if None not in knobs:
+            self.space.pairs()  # raises where the host cannot update
+            fixed = Configuration(*[knob or 0 for knob in knobs])
+            return self._of(TimedConfiguration(fixed, 0, 0, 0))
+        search = self.space.search(room)
+        if not search.found:
+            raise _out_of_memory(search.lacks, self.job, self.plain)
+        return self._of(*search.found)
+
+    def by_level(
+        self, whole: TierBytes, levels: int, first: TrainingLayout
+    ) -> tuple[TrainingLayout, ...]:
+        """The fastest layout in each part of the device, and the first one among them.
+
+        Levels in which nothing fits are left out, and so are layouts that are found again.
+        """
+        found = {first: None}
+        for i in range(1, levels + 1):
+            room = whole._replace(device_bytes=whole.device_bytes * i // levels)
+            found.update({self._of(one): None for one in self.space.search(room).found})
+        return tuple(sorted(found, key=lambda one: -one.peak_bytes))
+
+    def _of(self, timed: TimedConfiguration) -> TrainingLayout:
+        """Chunks, units and stage of a configuration, on one device of its group."""
+        chosen = timed.knobs
+        blocks, interval = self.space.model.blocks, self.space.model.swaps_ahead
+        units = len(self.plain.units)
+        modes = modes_of_blocks(chosen, blocks, units, interval, self.planner.placement)
+        chunks = [chunk.parameters for chunk in self.plain.chunks]
+        share = equal_share(self.job.ranks if self.planner.shards else 1)
+        made = lay_out(self.shape, chunks, modes, ranks=self.job.ranks, share=share)
+        passing = {*blocks.chunks[chosen.persistent :]}
+        return replace(
+            eager(made, self.job),
+            persistent=frozenset(range(len(chunks))) - passing,
+            buffers=min(chosen.buffers, len(passing)),
+            swaps_ahead=interval,
+            peak_bytes=timed.peak_bytes,
+        )
 
 
 def _numbers(given: int | None, most: int) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.contract.job import Job
@@ -56,10 +56,12 @@ class RecordedPlans:
         plan = decode(logged.body, jobs)
         if not all([_is_there(piece) for op in plan.ops for piece in _windows(op)]):
             return Plan()
+        if any([view.is_in_flight(one.job) for one in plan.relaid]):
+            return Plan()
         order = {job_id: i for i, job_id in enumerate(logged.returned)}
         back = [place for place in view.held_bytes if place.region.owner in order]
         back.sort(key=lambda place: order[place.region.owner])
-        return Plan((*map(Free, back), *plan.ops), plan.restart, plan.refuse)
+        return replace(plan, ops=(*map(Free, back), *plan.ops))
 
 
 def _windows(op: object) -> tuple[Slice, ...]:

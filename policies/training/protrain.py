@@ -55,26 +55,52 @@ class ProTrain:
     Where there is less memory than the layout was made for, what was fetched last leaves for the
     host until there is room, also what persists.
 
+    Where the planner has laid out several memories (`levels`), a job goes on from step to step by
+    the fastest layout that fits in what is left beside keys and values.
+
     Args:
         gradients_out: units whose gradients may still be copied out when another backward begins.
+        headroom: of the device, that a layout chosen between steps leaves free.
 
     Raises:
-        ValueError: `gradients_out` is below 0.
+        ValueError: `gradients_out` is below 0, or `headroom` is not in [0, 1).
         OutOfMemory: from `fit`, a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST, Tier.GPU))
     gradients_out: int = GRADIENTS_OUT
+    headroom: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.headroom < 1:
+            raise ValueError(f"protrain: headroom is {self.headroom}, must be in [0, 1)")
         if self.gradients_out < 0:
             raise ValueError(f"protrain: gradients_out is {self.gradients_out}, not at least 0")
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        for job in {piece.job.job_id: piece.job for piece in batch}.values():
+            if (number := self._other_layout(job, view, plan)) is not None:
+                if not view.is_in_flight(job):
+                    plan.relay(job, number)
+                return
         device = self.resident(view, plan)
         for piece in batch:
             self._run_task(piece, view, device)
+
+    def _other_layout(self, job: Job, view: View, plan: PlanBuilder) -> int | None:
+        """The number of the fastest layout that fits now, where the job is by another."""
+        training, pool = job.training, (Tier.GPU, view.device)
+        layouts = view.layout.alternatives.get(job.job_id, ())
+        if training is None or not layouts or not training.begins_step:
+            return None
+        own = [
+            n for p, n in view.held_bytes.items() if p.pool == pool and p.region[0] == job.job_id
+        ]
+        room = plan.room(pool) + sum(own) - int(self.headroom * view.capacity_bytes[pool])
+        fitting = [i for i, layout in enumerate(layouts) if layout.peak_bytes <= room]
+        best = fitting[0] if fitting else len(layouts) - 1  # that needs least
+        return best if layouts[best] != training.layout else None
 
     def resident(self, view: View, plan: PlanBuilder) -> Residency:
         """See Resident."""

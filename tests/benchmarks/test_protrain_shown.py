@@ -12,6 +12,7 @@ STAGES = "tests/engine/test_stages.py"
 SAVED = "tests/training/test_checkpoints.py"
 UNITS = "tests/training/test_unit_profile.py"
 DRAWN = "tests/analysis/test_experiments.py"
+REPLANNED = "tests/planners/test_replanning.py"
 
 SHOWN = {
     # order as data
@@ -80,6 +81,12 @@ SHOWN = {
     "experiment link_bandwidth_swaps": f"{DRAWN}::test_swaps_are_chosen_where_the_link_is_fast",
     "experiment estimator_error": f"{DRAWN}::test_configurations_are_predicted_and_measured",
     "experiment breathing_kv": f"{DRAWN}::test_the_best_share_of_each_load_is_found_in_hindsight",
+    "a plan that is searched again when the budget changes": (
+        f"{REPLANNED}::test_a_job_gives_way_to_requests_and_comes_back"
+    ),
+    "laid out anew at each step: bit for bit": (
+        f"{REPLANNED}::test_a_job_that_is_laid_out_anew_at_each_step_trains_as_plain_torch"
+    ),
     "published ratios to ZeRO-3 on four A100": "benchmarks/scale/protrain_published.py",
 }
 ABSENT = {
@@ -99,9 +106,6 @@ ABSENT = {
     ),
     "everything persistent within 2 % of train_on_device and 3 % of a loop": (
         "needs a machine at rest"
-    ),
-    "a plan that is searched again while a job trains": (
-        "a layout stands for a job; breathing_kv draws the best share of each load, in hindsight"
     ),
     "profiler on a GPU": "no GPU was at hand",
     "a GPU in an emulated 24 GB": "no GPU was at hand",

@@ -30,7 +30,11 @@ SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
 FINETUNING = ("coserve", "coserve_slo", "coserve_vtc", "llm_station", "temporal")
 FINETUNING += ("temporal_limited", "spatial", "spatial_limited", "coserve_adapters", "alchemist")
-OF_PROTRAIN = ("protrain", "time_shared_protrain")  # in tests/planners and tests/policies
+OF_PROTRAIN = (
+    "protrain",
+    "time_shared_protrain",
+    "elastic_protrain",
+)  # in tests/planners and tests/policies
 NOT_SERVING = ("recorded", "elastic", *TRAINING, *OF_PROTRAIN, *FINETUNING)  # elastic: as these
 POLICIES = [name for name in options("policy") if name not in NOT_SERVING]
 SERVING = [name for name in options("experiment") if not axes_of(name)]  # the rest trains

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
-from engine.contract.regions import PageSize, Tier, kv_place, weight
+from engine.contract.regions import PageSize, Shortage, Tier, kv_place, weight
 from engine.contract.rules import ContractError
-from engine.memory.dry_run import Shortage
 from engine.memory.ledger import Ledger
 from engine.memory.pool import FreeQueue, PagePool
 from tests.support.strategies import cases

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Free, Grow, Plan, Slice
 from engine.contract.policy import PlanBuilder
-from engine.contract.regions import Place, Pool, Tier, kv_place
+from engine.contract.regions import Place, Pool, Shortage, Tier, kv_place
 from engine.contract.rules import ContractError
 from engine.contract.view import RunningDecodes, View
-from engine.memory.dry_run import DryRunPlanBuilder, Shortage
+from engine.memory.dry_run import DryRunPlanBuilder
 from engine.memory.ledger import Ledger
 from engine.memory.pool import Chain
 from tests.support.states import HOST, PAGE, POOL, ids, job, view

@@ -19,6 +19,7 @@ from engine.contract.plan import (
     Op,
     Pattern,
     Plan,
+    Relaid,
     Share,
     Slice,
 )
@@ -264,6 +265,7 @@ fault("a text for a place", Rule.ANSWER, Rule.PLACE)(
 )
 fault("a number for a restart", Rule.ANSWER, Rule.RESTART)(lambda s: replace(s.plan, restart=(3,)))
 fault("a number for a refusal", Rule.ANSWER, Rule.REFUSE)(lambda s: replace(s.plan, refuse=(3,)))
+fault("a number for a new layout", Rule.ANSWER)(lambda s: replace(s.plan, relaid=(3,)))
 fault("a moment in seconds", Rule.ANSWER)(lambda s: replace(s.plan, wake_ns=s.view.now_ns + 1000.5))
 fault("a moment in words", Rule.ANSWER)(lambda s: replace(s.plan, wake_ns="soon"))
 
@@ -1324,6 +1326,18 @@ def _(scene: Scene) -> Any:
 def _(scene: Scene) -> Any:
     job = pick(scene, scene.view.training)
     return None if job is None else replace(scene.plan, restart=(job,))
+
+
+@fault("a layout that no planner has made", Rule.RELAID)
+def _(scene: Scene) -> Any:
+    job = pick(scene, scene.view.training)
+    return None if job is None else replace(scene.plan, relaid=(Relaid(job, FOREIGN),))
+
+
+@fault("a layout of a request", Rule.RELAID)
+def _(scene: Scene) -> Any:
+    job = pick(scene, scene.view.serving)
+    return None if job is None else replace(scene.plan, relaid=(Relaid(job, 0),))
 
 
 @fault("a byte less than a task needs", Rule.TRAINING_PLACES, Rule.COPY)

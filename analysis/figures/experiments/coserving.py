@@ -231,7 +231,8 @@ def breathing_kv(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
 
     words = (
         "Left: tokens trained per second. Right: mean TPOT of the requests. elastic gives each "
-        "side what the other leaves; time_shared and ProTrain's plan keep a share."
+        "side what the other leaves, elastic_protrain by plans made again between steps; "
+        "time_shared and ProTrain's one plan keep a share."
     )
     if data["policy"].eq(BEST_SHARE).any():
         words += " In hindsight: at each load the share that trains fastest and delays little."

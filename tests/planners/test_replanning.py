@@ -1,0 +1,139 @@
+"""A job goes on between steps by another of its layouts: the planner's choice for less or more."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from analysis.run import Run, load
+from engine.contract.job import Job
+from engine.contract.policy import PlanBuilder
+from engine.contract.view import View
+from policies.planners.protrain import ProTrainLayout
+from policies.training.protrain import ProTrain
+from tandem.config.compose import composed
+from tandem.wiring.experiment import run_experiment
+from tests.support.pressure import CLIP, DROPOUT, JOB, LORA, TIED, Words
+from tests.training.trainings import differing, plain, run_spec, state_bytes, train
+
+LEVELS = "planner.levels=12"
+STEPS = "training.num_steps=6"
+RECIPES: dict[str, Words] = {
+    "full": (),
+    "lora": (LORA, DROPOUT),
+    "clip": (CLIP, TIED),
+    "accumulate": ("training.microbatches=3", DROPOUT),
+}
+
+
+def each_in_turn(self: ProTrain, job: Job, view: View, plan: PlanBuilder) -> int | None:
+    """Another layout at every step, from the one that needs most to the one that needs least."""
+    training, layouts = job.training, view.layout.alternatives[job.job_id]
+    assert training is not None
+    number = training.step % len(layouts)
+    is_there = not training.begins_step or training.layout == layouts[number]
+    return None if is_there else number
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_job_that_is_laid_out_anew_at_each_step_trains_as_plain_torch(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, and every backend decides alike: a layout says where numbers are, not which."""
+    words = (*JOB, "policy=protrain", LEVELS, *RECIPES[recipe], STEPS)
+    whole = 2 * state_bytes(run_spec(*words))
+    words = (*words, f"budget.device_bytes={whole}")
+    monkeypatch.setattr(ProTrain, "_other_layout", each_in_turn)
+    runs = {name: train(name, *words) for name in ("sim", "lockstep", "cpu")}
+    layouts = runs["sim"].setting.room.layout.alternatives
+    assert min(map(len, layouts.values())) >= 3
+    changes = [body for body in runs["sim"].log if '"relaid"' in body]
+    assert len(changes) >= 4
+    expected = plain("policy=train_on_device", *JOB, *RECIPES[recipe], STEPS)
+    for name in ("lockstep", "cpu"):
+        assert not differing(runs[name].result, expected)
+        assert runs[name].log == runs["sim"].log, f"{name} decides otherwise"
+
+
+def test_alternatives_need_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is the fastest in its memory, and a job that is alone keeps the fastest of all."""
+    words = (*JOB, "policy=protrain", LEVELS, STEPS)
+    words = (*words, f"budget.device_bytes={2 * state_bytes(run_spec(*words))}")
+    found = train("sim", *words)
+    (layouts,) = found.setting.room.layout.alternatives.values()
+    peaks = [layout.peak_bytes for layout in layouts]
+    assert peaks == sorted(set(peaks), reverse=True) and peaks[-1] > 0
+    assert found.setting.room.layout.training == {0: layouts[0]}
+    assert not any(['"relaid"' in body for body in found.log])
+
+
+@pytest.mark.parametrize("levels", [-1])
+def test_levels_are_at_least_none(levels: int) -> None:
+    with pytest.raises(ValueError, match="levels is -1, not at least 0"):
+        ProTrainLayout(levels=levels)
+
+
+@pytest.mark.parametrize("headroom", [-0.1, 1.0])
+def test_a_headroom_leaves_something(headroom: float) -> None:
+    with pytest.raises(ValueError, match="headroom"):
+        ProTrain(headroom=headroom)
+
+
+ELASTIC = ("policy=elastic_protrain", "planner.levels=24", "memory.training.headroom=0.05")
+WORK = (
+    "model=micro_llama",
+    "model.num_layers=6",
+    "training=random",
+    "training.sequence_tokens=32",
+    "training.num_steps=40",
+    "limit=60",
+    "arrival=gamma",  # bursts, in a memory that they fill
+    "arrival.rate=60",
+    "arrival.burstiness=0.05",
+    "device.memory_bytes=24000000",
+)
+
+
+def carried_out(folder: Path, *words: str) -> Run:
+    run_experiment(composed([*WORK, *words]), folder)
+    return load(folder)
+
+
+def chosen(run: Run) -> list[int]:
+    """The layouts by which the job went on, in their order."""
+    bodies = [json.loads(body) for body in run.plans["body"]]
+    return [number for body in bodies for _, number in body.get("relaid", ())]
+
+
+def test_a_job_gives_way_to_requests_and_comes_back(tmp_path: Path) -> None:
+    """Fewer bytes while keys and values hold them, and more once these are gone."""
+    run = carried_out(tmp_path / "run", *ELASTIC, "backend=sim")
+    assert (run.requests["status"] == "finished").all() and len(run.training) == 40
+    numbers = chosen(run)
+    assert len(numbers) >= 2
+    assert any([later > before for before, later in pairwise(numbers)])
+    assert any([later < before for before, later in pairwise(numbers)])
+
+
+@pytest.mark.slow
+def test_lockstep_and_a_log_decide_as_the_simulator(tmp_path: Path) -> None:
+    """On a larger device, for which the planner would choose other layouts."""
+    runs = {n: carried_out(tmp_path / n, *ELASTIC, f"backend={n}") for n in ("sim", "lockstep")}
+    assert runs["sim"].plans["body"].tolist() == runs["lockstep"].plans["body"].tolist()
+    again = ("policy=recorded", f"replayed={tmp_path / 'sim'}", "backend=lockstep")
+    played = carried_out(tmp_path / "played", *again, "device.memory_bytes=100000000")
+    assert chosen(played) == chosen(runs["sim"])
+    assert played.training["loss"].tolist() == runs["lockstep"].training["loss"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clock", ["service", "wall"])
+def test_losses_are_those_of_training_alone(clock: str, tmp_path: Path) -> None:
+    alone = carried_out(tmp_path / "alone", "policy=protrain", "trace=none", "backend=lockstep")
+    run = carried_out(tmp_path / "run", *ELASTIC, "backend=cpu", f"backend.clock={clock}")
+    assert run.training["loss"].tolist() == alone.training["loss"].tolist()
+    assert (run.requests["status"] == "finished").all()
