@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from engine.contract.executor import Launch
 from engine.contract.plan import Compute
 from engine.contract.regions import Place
 from engine.loop.engine import Engine
+from engine.results.plan_log import encode_layout
 from engine.results.recorder import Recorder
 from engine.results.schema import files_of
 from sim.cost.contract import PolicyCost
@@ -35,6 +37,7 @@ from tandem.wiring.folder import (
 )
 from tandem.wiring.machines import pages_of, save_models, writes_checkpoints
 from tandem.wiring.run_spec import RunSpec, run_spec_of
+from tandem.wiring.training import LAYOUT
 from tandem.wiring.workload import trace_hash
 from traces.files import seal, write_text
 
@@ -56,6 +59,10 @@ def run_experiment(
         run_spec = run_spec_of(point)
         provenance = provenance_of(point, run_spec)
         write_json(aside / "provenance.json", provenance)
+        if run_spec.trainees:
+            told = encode_layout(run_spec.room.layout)
+            write_text(aside / LAYOUT, json.dumps(told, separators=(",", ":")) + "\n")
+            seal(aside, LAYOUT)
         provenance |= _carried_out(run_spec, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
         seal(aside, "provenance.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from engine.contract.policy import Planner, Policy, traits_of
 from engine.contract.regions import Pool, Tier
 from engine.contract.rules import Remedy
 from engine.contract.view import Cost
+from engine.results.plan_log import decode_layout
 from engine.results.schema import read_table
 from models.spec import ModelSpec
 from models.training.kept import finetuning_shape
@@ -253,12 +255,33 @@ def laid_out(
     try:
         found = prepared(node)
         _check_windows(found, jobs)
-        return found
+        return _as_replayed(config, found)
     except OutOfMemory as error:
         tiers = traits_of(policy).states_in
         if (start := _other_start(node, tiers, prepared)) is None:
             raise
         raise error.with_first(STARTING[start]) from None
+
+
+LAYOUT = "layout.json"  # of a run folder: where states lay, and by which layouts a job went on
+
+
+def _as_replayed(config: Mapping[str, Any], planned: Layout) -> Layout:
+    """The layout of the run whose plans are played back: this one's memory or prices may differ.
+
+    ValueError where the folder holds a layout of other jobs. Runs of earlier versions hold none.
+    """
+    path = Path(str(config.get("replayed"))) / LAYOUT
+    if config.get("replayed") is None or not path.exists():
+        return planned
+    try:
+        return decode_layout(json.loads(checked_text(path)), planned)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{path} holds no layout of this job ({reason}); play plans back on the model and the "
+            "training that they were made for"
+        ) from error
 
 
 def _check_windows(layout: Layout, jobs: Sequence[TrainingJob]) -> None:

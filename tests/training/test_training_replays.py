@@ -41,6 +41,28 @@ def test_a_replay_has_identical_bytes_copies_and_losses(
     assert copies(measured) or policy == "train_on_device"
 
 
+PROTRAIN = ("model.num_layers=6", "training.num_steps=2")
+
+
+def test_plans_of_a_search_are_played_back_in_more_memory(tmp_path: Path) -> None:
+    """In which the planner itself would find another configuration."""
+    small = ("policy=protrain", "budget.device_bytes=1200000", *PROTRAIN, "backend=sim")
+    first = run(tmp_path / "a", *small)
+    replay = ["policy=recorded", f"replayed={tmp_path / 'a'}", *PROTRAIN, "backend=sim"]
+    played = run(tmp_path / "b", *replay, "budget.device_bytes=40000000")
+    assert copies(played) == copies(first) != []
+    more = "budget.device_bytes=40000000"
+    large = run(tmp_path / "c", "policy=protrain", more, *PROTRAIN, "backend=sim")
+    assert copies(large) != copies(first)
+
+
+def test_a_layout_of_another_job_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "a", "policy=protrain", *PROTRAIN, "backend=sim")
+    replay = ["policy=recorded", f"replayed={tmp_path / 'a'}", "backend=sim"]
+    with pytest.raises(ValueError, match=r"layout.json holds no layout of this job .*; play plans"):
+        run(tmp_path / "b", *replay, "model.num_layers=5")
+
+
 def test_a_replay_takes_no_planner_of_its_own(tmp_path: Path) -> None:
     run(tmp_path / "a", "policy=zero3_offload", "training.num_steps=1", "backend=sim")
     replay = ["policy=recorded", f"replayed={tmp_path / 'a'}", "backend=sim"]
