@@ -307,7 +307,7 @@ def test_the_best_share_of_each_load_is_found_in_hindsight(
     common += ["arrival.rate=4.0,8.0"]
     for name, *words in (
         ("both", "policy=elastic,time_shared"),
-        ("shares", "policy=time_shared_protrain", "memory.device_share=0.3,0.5,0.7"),
+        ("shares", "policy=time_shared_protrain", "memory.device_share=0.2,0.3,0.5"),
     ):
         out = ["--engine", "serial", "--out", str(tmp_path / "all" / name)]
         assert main(["sweep", "experiment=breathing_kv", *common, *words, *out]) == 0
