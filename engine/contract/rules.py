@@ -118,7 +118,6 @@ class Remedy(Enum):
     SMALLER_MICROBATCHES = auto()  # fewer sequences
     SHORTER_SEQUENCES = auto()
     LARGER_SHARE = auto()  # of the memory that training and serving divide
-    SMALLER_SHARE = auto()
     # of activations
     RECOMPUTE = auto()
     OFFLOAD_INPUTS = auto()  # inputs of layers wait for the backward on the host

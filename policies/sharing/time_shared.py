@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.contract.plan import Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
-from engine.contract.regions import SHARED_OWNER, Kind, Place, Pool, Shortage, Tier, Work, told
+from engine.contract.regions import SHARED_OWNER, Kind, Place, Pool, Tier, Work
 from engine.contract.rules import Remedy
 from engine.contract.view import LaunchKey, Moment, Profile, View
 from policies.training.cycle import training_jobs
@@ -84,8 +84,7 @@ class DividedMemory:
 
     A plan is for the side whose slices come first, or for the other side if none of these fits.
     Shares are fixed: neither side takes what the other leaves free. Training that its share cannot
-    hold raises OutOfMemory with LARGER_SHARE as the first remedy; a request that serving's share
-    cannot hold alone, with SMALLER_SHARE.
+    hold raises OutOfMemory with LARGER_SHARE as the first remedy.
 
     Args:
         serving: memory policy of the requests.
@@ -122,12 +121,6 @@ class DividedMemory:
                 memory.fit(own, side, within)
             except OutOfMemory as error:
                 raise error.with_first(Remedy.LARGER_SHARE) from error
-            except Shortage as short:
-                if trains or len(side.serving) > 1:  # others could give way
-                    raise
-                what = f"{told(short.place)} in the share of serving"
-                remedies = (Remedy.SMALLER_SHARE,)
-                raise OutOfMemory(short.place.pool, short.deficit_bytes, what, remedies) from short
             if plan:
                 return
 

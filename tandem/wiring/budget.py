@@ -116,7 +116,6 @@ REMEDIES = {  # in words, with the keys of a configuration
     Remedy.LARGER_SHARE: (
         "give training a larger share of it (memory.device_share, memory.host_share)"
     ),
-    Remedy.SMALLER_SHARE: "give training a smaller share of it (memory.device_share)",
     Remedy.RECOMPUTE: "recompute (planner.modes=recompute)",
     Remedy.OFFLOAD_INPUTS: "send layers' inputs to the host (planner.offloads_inputs=true)",
     Remedy.KEEP_INPUTS: "keep layers' inputs on the device (planner.offloads_inputs=false)",

@@ -122,11 +122,11 @@ SHOWN = {
 }
 ABSENT = {
     "three models and policies at 50 and 80 % load, within their bars": (
-        "fidelity_command fails: five of six cases keep their bars, and of the sixth two reruns were "
+        "fidelity_command fails: five of six cases keep their bars; of the sixth two reruns were "
         "steady, not five, though their medians keep the bars, too"
     ),
     "the errors of the recipe that README names": (
-        "README shows them, but calibrated_once fails its own bar of 10 % of mean TPOT: one of four "
+        "README shows them, but calibrated_once fails its bar of 10 % of mean TPOT: one of four "
         "runs was off by 24 %, while the machine's speed changed by 15 %"
     ),
     "a device budget with lines of an SLO": "budget.device_bytes is of training, which has no SLO",

@@ -89,20 +89,6 @@ def test_training_that_its_share_cannot_hold_names_the_share(
     assert main(["run", *words]) == 0
 
 
-def test_a_request_that_the_share_of_serving_cannot_hold_names_the_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["policy=time_shared_protrain", "training=random", "model=micro_llama", "limit=30"]
-    words += ["model.num_layers=6", "device.memory_bytes=28000000", "training.sequence_tokens=32"]
-    words += ["arrival.rate=30", "training.num_steps=2"]
-    assert main(["run", *words, "memory.device_share=0.7"]) == 1
-    told = capsys.readouterr().err
-    assert "short for KV of job" in told and "in the share of serving" in told
-    assert "give training a smaller share of it (memory.device_share)" in told
-    assert main(["run", *words, "memory.device_share=0.3"]) == 0
-
-
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_protrain_plans_for_its_share_of_the_memory(share: float, tmp_path: Path) -> None:
     """Requests have the rest, and training stays below its share."""
