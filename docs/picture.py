@@ -21,7 +21,7 @@ def main(prediction: str, measurement: str, out: str) -> None:
         figure, axes = plt.subplots(1, len(METRICS), figsize=(13, 4.0), layout="constrained")
         for metric, ax in zip(METRICS, axes, strict=True):
             plot_parity(parity_data(comparison.requests, metric), ax)
-            ax.set_title(metric)
+            ax.set_title(metric.upper())
         figure.savefig(Path(out), dpi=90)
 
 
