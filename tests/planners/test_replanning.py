@@ -59,7 +59,7 @@ def test_a_job_that_is_laid_out_anew_at_each_step_trains_as_plain_torch(
         assert runs[name].log == runs["sim"].log, f"{name} decides otherwise"
 
 
-def test_alternatives_need_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternatives_need_less_and_less() -> None:
     """Each is the fastest in its memory, and a job that is alone keeps the fastest of all."""
     words = (*JOB, "policy=protrain", LEVELS, STEPS)
     words = (*words, f"budget.device_bytes={2 * state_bytes(run_spec(*words))}")
