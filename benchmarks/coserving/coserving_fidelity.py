@@ -17,11 +17,8 @@ commits.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +33,9 @@ from analysis.fidelity import (
     STEADY_RERUNS,
     TTFT_UP_TO,
 )
-from benchmarks.fidelity.cases import finish, keep, say, with_earlier
-from tandem.cli.__main__ import main as tandem
-from tandem.cli.fidelity import REPORT
+from benchmarks.fidelity.cases import COLUMNS, measured_in_parts, reported
 
-OUT = Path("benchmarks/results/coserving_fidelity.csv")
-LOADS, RERUNS, REQUESTS = (0.5, 0.8, 1.2), 5, 200
+LOADS = (0.5, 0.8, 1.2)
 SERVED = (
     "experiment=fidelity_chunked",
     "model=micro_llama",
@@ -65,48 +59,19 @@ POLICIES = {
 CASES = {f"{policy}@{load:.0%}": (policy, load) for policy in POLICIES for load in LOADS}
 JUDGED = (FINETUNED, "mean_tpot_s", KV_PEAK, DEVICE_PEAK)  # and TTFT at a low load
 HELD = (STEADY_RERUNS, *MUST_HOLD)
-COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "bar", "used"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*CASES], help="measure these cases anew")
-    parser.add_argument(
-        "--quick", action="store_true", help="`budget` at 80 %%, 20 requests, twice"
-    )
-    parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
-    chosen = parser.parse_args()
-    requests, reruns = (20, 2) if chosen.quick else (REQUESTS, RERUNS)
-    only = ["budget@80%"] if chosen.quick else chosen.only or [*CASES]
-    table = pd.DataFrame(columns=COLUMNS)
-    with tempfile.TemporaryDirectory() as temporary:
-        root = (chosen.keep or Path(temporary)).resolve()
-        for part in parts(only, requests, reruns, root):
-            table = part if table.empty else pd.concat([table, part], ignore_index=True)
-            if not chosen.quick:
-                keep(with_earlier(table, [*CASES], OUT), OUT)  # it takes long
-    if chosen.quick:
-        return finish("coserving_fidelity_worst", table, OUT.with_stem("coserving_fidelity_part"))
-    return finish("coserving_fidelity_worst", with_earlier(table, [*CASES], OUT), OUT)
+    return measured_in_parts("coserving_fidelity", __doc__, [*CASES], "budget@80%", parts)
 
 
 def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterator[pd.DataFrame]:
     """A judged table of each policy. SystemExit where the command was told to end."""
     for policy in POLICIES:
         loads = [CASES[case][1] for case in only if CASES[case][0] == policy]
-        if not loads:
-            continue
-        words = [*settings_of(policy), f"limit={requests}"]
-        listed = ",".join(map(str, loads))
-        words += [f"--load={listed}", f"--reruns={reruns}"]
-        say(f"{policy}: tandem fidelity {' '.join(words)}")
-        folder = root / policy  # more loads go on in it
-        code = tandem(["fidelity", *words, f"--out={folder}"])
-        if code > 128:
-            raise SystemExit(code)
-        page = folder / REPORT / "fidelity.json"
-        found = json.loads(page.read_text(encoding="utf-8")) if page.is_file() else {}
-        yield judged(policy, found, loads)
+        if loads:
+            words = [*settings_of(policy), f"limit={requests}"]
+            yield judged(policy, reported(policy, words, loads, reruns, root / policy), loads)
 
 
 def settings_of(policy: str) -> list[str]:

@@ -14,11 +14,8 @@ Run it alone, on a machine at rest; it takes hours. `--only CASE` measures a par
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -28,14 +25,11 @@ import pandas as pd
 
 from analysis.fidelity import DEVICE_PEAK, HITS, KV_PEAK, TRAINED, TTFT_UP_TO, figures_of
 from analysis.run import load as load_run
-from benchmarks.coserving.coserving_fidelity import COLUMNS, HELD
-from benchmarks.fidelity.cases import finish, keep, say, with_earlier
-from tandem.cli.__main__ import main as tandem
-from tandem.cli.fidelity import REPORT
+from benchmarks.coserving.coserving_fidelity import HELD
+from benchmarks.fidelity.cases import COLUMNS, measured_in_parts, reported, say
 from tandem.fidelity.protocol import PACE, calibrated, clock_of, run
 
-OUT = Path("benchmarks/results/feedback_fidelity.csv")
-LOADS, RERUNS, REQUESTS = (0.5, 0.8, 1.2), 5, 200
+LOADS = (0.5, 0.8, 1.2)
 BAR, HITS_BAR = 0.05, 0.02
 SERVED = (
     *("experiment=fidelity_chunked", "model=micro_llama", "adapters.count=1"),
@@ -66,23 +60,7 @@ CASES = {f"{policy}@{load:.0%}": (policy, load) for policy in POLICIES for load 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*CASES], help="measure these cases anew")
-    parser.add_argument("--quick", action="store_true", help="`alchemist` at 80 %%, 20 requests")
-    parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
-    chosen = parser.parse_args()
-    requests, reruns = (20, 2) if chosen.quick else (REQUESTS, RERUNS)
-    only = ["alchemist@80%"] if chosen.quick else chosen.only or [*CASES]
-    table = pd.DataFrame(columns=COLUMNS)
-    with tempfile.TemporaryDirectory() as temporary:
-        root = (chosen.keep or Path(temporary)).resolve()
-        for part in parts(only, requests, reruns, root):
-            table = part if table.empty else pd.concat([table, part], ignore_index=True)
-            if not chosen.quick:
-                keep(with_earlier(table, [*CASES], OUT), OUT)  # it takes long
-    if chosen.quick:
-        return finish("feedback_fidelity_worst", table, OUT.with_stem("feedback_fidelity_part"))
-    return finish("feedback_fidelity_worst", with_earlier(table, [*CASES], OUT), OUT)
+    return measured_in_parts("feedback_fidelity", __doc__, [*CASES], "alchemist@80%", parts)
 
 
 def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterator[pd.DataFrame]:
@@ -91,15 +69,8 @@ def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterat
         loads = [CASES[case][1] for case in only if CASES[case][0] == policy]
         if not loads:
             continue
-        words = [*SERVED, *settings, f"limit={requests}", f"--reruns={reruns}"]
-        words.append(f"--load={','.join(map(str, loads))}")
-        say(f"{policy}: tandem fidelity {' '.join(words)}")
-        folder = root / policy  # more loads go on in it
-        code = tandem(["fidelity", *words, f"--out={folder}"])
-        if code > 128:
-            raise SystemExit(code)
-        page = folder / REPORT / "fidelity.json"
-        found = json.loads(page.read_text(encoding="utf-8")) if page.is_file() else {}
+        folder, words = root / policy, [*SERVED, *settings, f"limit={requests}"]
+        found = reported(policy, words, loads, reruns, folder)
         for load in loads:
             yield judged(policy, load, found)
             if policy == "separate":

@@ -11,13 +11,10 @@ with their commits.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,21 +22,17 @@ from typing import Any
 import pandas as pd
 
 from analysis.fidelity import KV_PEAK, MUST_HOLD, STEADY_RERUNS, THROUGHPUT
-from benchmarks.fidelity.cases import finish, say, with_earlier
-from tandem.cli.__main__ import main as tandem
-from tandem.cli.fidelity import REPORT
+from benchmarks.fidelity.cases import COLUMNS, measured_in_parts, reported
 from tandem.wiring.workload import trace_file
 from traces.store import read_trace, write_trace
 
-OUT = Path("benchmarks/results/fidelity_command.csv")
 CONF = Path(__file__).parent / "conf"
 SHAREGPT = "data/sharegpt/sharegpt_v3_sample_dev.json.gz"
 TOKENIZER = "data/tokenizers/llama2-tinyllama"
 SEEN = 200  # requests that the other claims judge
-LOADS, RERUNS, REQUESTS = (0.5, 0.8), 5, 200
+LOADS = (0.5, 0.8)
 BARS = {THROUGHPUT: 0.02, "mean_tpot_s": 0.05, "mean_e2e_s": 0.05, KV_PEAK: 0.03}
 HELD = (STEADY_RERUNS, *MUST_HOLD)
-COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "bar", "used"]
 
 
 @dataclass(frozen=True)
@@ -74,40 +67,17 @@ CASES = {f"{w.name}@{load:.0%}": (w, load) for w in WORKLOADS for load in LOADS}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="one model at 80 %%, 20 requests twice"
-    )
-    parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
-    parser.add_argument("--only", nargs="+", choices=[*CASES], help="measure these cases anew")
-    chosen = parser.parse_args()
-    is_quick, only = chosen.quick, chosen.only or [*CASES]
-    if is_quick:
-        only = [case for case in CASES if CASES[case] == (WORKLOADS[0], LOADS[-1])]
-    reruns, requests = (2, 20) if is_quick else (RERUNS, REQUESTS)
-    table = pd.DataFrame(columns=COLUMNS)
-    with tempfile.TemporaryDirectory() as temporary:
-        root = (chosen.keep or Path(temporary)).resolve()
-        trace = unseen_trace(root, requests)
-        for workload in WORKLOADS:
-            loads = [CASES[case][1] for case in only if CASES[case][0] == workload]
-            if not loads:
-                continue
-            words = [*workload.settings, "trace=file", f"trace.path={trace}"]
-            listed = ",".join(map(str, loads))
-            words += [f"--load={listed}", f"--reruns={reruns}"]
-            say(f"{workload.name}: tandem fidelity {' '.join(words)}")
-            folder = root / workload.name  # more loads go on in it
-            code = tandem(["fidelity", *words, f"--out={folder}"])
-            if code > 128:  # told to end
-                return code
-            page = folder / REPORT / "fidelity.json"
-            found = json.loads(page.read_text(encoding="utf-8")) if page.is_file() else {}
-            part = judged(workload.name, found, loads)
-            table = part if table.empty else pd.concat([table, part], ignore_index=True)
-    if is_quick:
-        return finish("fidelity_command_worst", table, OUT.with_stem("fidelity_command_part"))
-    return finish("fidelity_command_worst", with_earlier(table, [*CASES], OUT), OUT)
+    return measured_in_parts("fidelity_command", __doc__, [*CASES], "tiny_qwen3-vllm_v1@80%", parts)
+
+
+def parts(only: Sequence[str], requests: int, reruns: int, root: Path) -> Iterator[pd.DataFrame]:
+    """A judged table of each workload. SystemExit where the command was told to end."""
+    trace = unseen_trace(root, requests)
+    for workload in WORKLOADS:
+        loads = [CASES[case][1] for case in only if CASES[case][0] == workload]
+        if loads:
+            words, name = [*workload.settings, "trace=file", f"trace.path={trace}"], workload.name
+            yield judged(name, reported(name, words, loads, reruns, root / name), loads)
 
 
 def unseen_trace(root: Path, count: int) -> Path:

@@ -122,8 +122,8 @@ SHOWN = {
 }
 ABSENT = {
     "three models and policies at 50 and 80 % load, within their bars": (
-        "fidelity_command fails: five of six cases keep their bars; of the sixth two reruns were "
-        "steady, not five, though their medians keep the bars, too"
+        "fidelity_command fails: five of six cases keep their bars; of the sixth three of fourteen "
+        "reruns were steady, not five in a row (docs/claims.md)"
     ),
     "the errors of the recipe that README names": (
         "README shows them, but calibrated_once fails its bar of 10 % of mean TPOT: one of four "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fidelity import fidelity_command
+from benchmarks.fidelity import cases
 from benchmarks.fidelity.fidelity_command import BARS, CONF, SEEN, WORKLOADS, judged, unseen_trace
 from tandem.config.compose import composed
 from tandem.wiring.run_spec import run_spec_of
@@ -68,4 +68,4 @@ def test_the_requests_follow_those_of_the_other_claims(
     unseen = read_trace(unseen_trace(tmp_path / "kept", 5))
     assert [request.request_id for request in unseen] == list(range(5))
     assert [r.prompt_ids for r in unseen] == [r.prompt_ids for r in judged_elsewhere[SEEN:]]
-    assert fidelity_command.REQUESTS >= 200
+    assert cases.REQUESTS >= 200

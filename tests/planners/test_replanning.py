@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from analysis.run import Run, load
 from engine.contract.job import Job
+from engine.contract.layout import TrainingLayout
+from engine.contract.plan import Slice
 from engine.contract.policy import PlanBuilder
+from engine.contract.progress import check_stages
+from engine.contract.rules import ContractError
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from policies.planners.protrain import ProTrainLayout
 from policies.training.protrain import ProTrain
@@ -69,6 +77,74 @@ def test_alternatives_need_less_and_less() -> None:
     assert peaks == sorted(set(peaks), reverse=True) and peaks[-1] > 0
     assert found.setting.room.layout.training == {0: layouts[0]}
     assert not any(['"relaid"' in body for body in found.log])
+
+
+def begins(job: Job) -> bool:
+    assert job.training is not None
+    return job.training.begins_step
+
+
+# When a job may not go on by another layout: by whether a step begins, and a launch is in flight.
+MOMENTS: dict[str, Callable[[bool, bool], bool]] = {
+    "within a step": lambda begins, in_flight: not begins and not in_flight,
+    "while its first launch is in flight": lambda begins, in_flight: begins and in_flight,
+    "with its first launch in the plan": lambda begins, in_flight: begins and not in_flight,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_new_layout_in_a_step_is_refused(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that lie where the old layout says would be sought where the new one says."""
+    launches = moment == "with its first launch in the plan"
+    waits = moment == "within a step"  # else a launch is always in flight there
+    fit = ProTrain.fit
+
+    def with_layout(
+        self: ProTrain, batch: tuple[Slice, ...], view: View, plan: PlanBuilder
+    ) -> None:
+        job, is_due = batch[0].job, MOMENTS[moment]
+        if is_due(begins(job), view.is_in_flight(job)):
+            plan.relay(job, 0)
+            if not launches:
+                return
+        if not waits or begins(job):
+            fit(self, batch, view, plan)
+
+    monkeypatch.setattr(ProTrain, "fit", with_layout)
+    words = (*JOB, "policy=protrain", LEVELS, STEPS)
+    words = (*words, f"budget.device_bytes={2 * state_bytes(run_spec(*words))}")
+    with pytest.raises(ContractError, match="a new layout in a step, or with a launch"):
+        train("sim", *words)
+
+
+def without_last(layout: TrainingLayout, name: str) -> TrainingLayout:
+    changed: dict[str, Any] = {name: getattr(layout, name)[:-1]}
+    return replace(layout, **changed)
+
+
+UNLIKE: dict[str, Callable[[TrainingLayout], TrainingLayout]] = {
+    "chunks": lambda layout: without_last(layout, "chunks"),
+    "units": lambda layout: without_last(layout, "units"),
+    "ranks": lambda layout: replace(layout, ranks=layout.ranks + 1),
+    "versions": lambda layout: replace(layout, versions=layout.versions + 1),
+    "chunks of a unit": lambda layout: replace(
+        layout, units=(replace(layout.units[0], chunks=layout.units[1].chunks), *layout.units[1:])
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_alternatives_are_of_equal_chunks_units_and_order(what: str) -> None:
+    words = (*JOB, "policy=protrain", LEVELS, STEPS)
+    words = (*words, f"budget.device_bytes={2 * state_bytes(run_spec(*words))}")
+    found = run_spec(*words)
+    (layouts,) = found.room.layout.alternatives.values()
+    training = TrainingProgress(found.trainees[0].job, layouts[0])
+    check_stages(training, layouts)
+    with pytest.raises(ContractError, match="layout 1 has other chunks, units or stages"):
+        check_stages(training, (layouts[0], UNLIKE[what](layouts[1])))
+    with pytest.raises(ContractError, match="without an order of tasks"):
+        check_stages(TrainingProgress(training.spec), layouts)
 
 
 @pytest.mark.parametrize("levels", [-1])
