@@ -10,7 +10,7 @@ from typing import Any
 import simpy
 
 from engine.contract.executor import Lanes, Launch, Repeater, ServedLaunches, Span
-from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op
+from engine.contract.plan import HOST_LANE, NET_LANE, Collective, Compute, Copy, Lane, Op
 from engine.contract.regions import Pool
 from sim.cost.contract import LaunchCost
 from sim.devices.host_memory import HostMemory
@@ -19,8 +19,9 @@ from sim.devices.host_memory import HostMemory
 class SimExecutor(Repeater):
     """The Executor of simulations: gives each launch a span behind its lane and its waits.
 
-    A copy is contended if the other direction of its link is busy at its start; a copy in flight
-    keeps its duration. Contention for the host's memory follows that rule too, see HostMemory.
+    A copy is contended if the other direction of its link is busy at its start, or a collective of
+    its device where these pass the link too; a copy in flight keeps its duration. Contention for
+    the host's memory follows that rule too, see HostMemory.
     """
 
     def __init__(self, env: simpy.Environment, cost: LaunchCost) -> None:
@@ -59,7 +60,9 @@ class SimExecutor(Repeater):
         """
         lane, is_copy = launch.op.lane, isinstance(launch.op, Copy)
         if isinstance(launch.op, Collective):
-            self._lanes.place(launch, self.cost.collective_ns(launch), done)
+            start_ns = self._lanes.start_ns(lane, launch.waits)
+            self._busy_until[lane] = end_ns = start_ns + self.cost.collective_ns(launch)
+            self._lanes.hold(lane, Span(launch.op, start_ns, end_ns), done)
             return
         if not is_copy and lane[1] != HOST_LANE:
             self._lanes.place(launch, self.cost.compute_ns(launch), done)
@@ -67,13 +70,19 @@ class SimExecutor(Repeater):
         start_ns = self._lanes.start_ns(lane, launch.waits)
         if is_copy:
             is_contended = self._busy_until[opposite(lane)] > start_ns
-            alone_ns = self.cost.copy_ns(launch, is_contended)
+            exchanges = self._busy_until[lane[0], NET_LANE] > start_ns
+            alone_ns = self._copy_ns(launch, is_contended, exchanges)
         else:
             alone_ns = self.cost.compute_ns(launch)
         traffic = self.cost.host_traffic(launch)
         end_ns = start_ns + self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
         self._busy_until[lane] = end_ns
         self._lanes.hold(lane, Span(launch.op, start_ns, end_ns), done)
+
+    def _copy_ns(self, launch: Launch, is_contended: bool, exchanges: bool) -> int:
+        """Duration of a copy, `exchanges` where a collective of its device is under way."""
+        ns = self.cost.copy_ns(launch, is_contended)
+        return round(ns / self.cost.copy_share) if exchanges else ns
 
     def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
         """Prices of a launch that is repeated.

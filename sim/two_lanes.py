@@ -16,7 +16,7 @@ from math import ceil
 import simpy
 
 from engine.contract.executor import Launch, Span, end_event
-from engine.contract.plan import COMPUTE_LANES, Collective, Copy, Lane, Op
+from engine.contract.plan import COMPUTE_LANES, NET_LANE, Collective, Copy, Lane, Op
 from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor, opposite
 
@@ -105,7 +105,8 @@ class TwoLaneExecutor(SimExecutor):
         if isinstance(op, Collective):
             return self.cost.collective_ns(launch)
         if isinstance(op, Copy):
-            alone_ns = self.cost.copy_ns(launch, opposite(lane) in self._running)
+            exchanges = (lane[0], NET_LANE) in self._running
+            alone_ns = self._copy_ns(launch, opposite(lane) in self._running, exchanges)
         else:
             alone_ns = self.cost.compute_ns(launch)
         if lane[1] in COMPUTE_LANES:

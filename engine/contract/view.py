@@ -95,6 +95,10 @@ class Profile(Protocol):
 class Cost(Protocol):
     """Predicted durations, for policies that plan by time. Equal in every backend."""
 
+    @property
+    def copy_share(self) -> float:
+        """Of its rate, what a copy to or from the host keeps beside a collective of its device."""
+
     def op_ns(self, op: Op) -> int:
         """Predicted duration of an operation that is not issued yet.
 

@@ -20,7 +20,8 @@ from policies.planners.blocks import (
     searched_size,
 )
 from policies.planners.search import Space, TierBytes, TimedConfiguration
-from policies.planners.step_model import Placements, StepModel
+from policies.planners.step_memory import Placements
+from policies.planners.step_model import StepModel
 from policies.planners.step_quotes import QuotedStep
 from policies.training.out_of_memory import OutOfMemory, remedies_of_launch, remedies_of_states
 from policies.training.streaming import GRADIENTS_OUT

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.planners.blocks import Configuration
-from policies.planners.step_model import NEVER, Ints, StepModel
+from policies.planners.step_memory import NEVER, Ints
+from policies.planners.step_model import StepModel
 
 AT_ONCE = 4096  # configurations that are timed together
 

@@ -7,8 +7,8 @@ the fill of the pipeline, by copies that wait for updates, and by the turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -16,280 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.contract.layout import Mode
-from engine.contract.plan import COMPUTE_LANE, HOST_LANE
-from policies.planners.blocks import Blocks, Configuration, Placement, modes_of_blocks
-from policies.planners.step_quotes import QuotedCopy, QuotedStep
-from policies.training.cycle import fetch_turn
+from engine.contract.plan import COMPUTE_LANE, HOST_LANE, NET_LANE
+from policies.planners.step_memory import MODES, NEVER, Ints, StepMemory
+from policies.planners.step_quotes import QuotedCopy
 
-Ints = npt.NDArray[np.int64]
-MODES = (Mode.KEEP, Mode.RECOMPUTE, Mode.OFFLOAD)
-NEVER = np.iinfo(np.int64).max
+Bools = npt.NDArray[np.bool_]
 STEPS = 3  # that are followed: the last one begins as all later ones do
 
 
 @dataclass(frozen=True)
-class Placements:
-    """Blocks that offload and that compute again: every pair of numbers.
+class StepModel(StepMemory):
+    """Time and peak of a step on one device, for arrays of configurations. See StepMemory."""
 
-    Args:
-        pairs: numbers of each.
-        modes: per pair and unit, an index into MODES.
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    modes: npt.NDArray[np.int8]
-
-    @classmethod
-    def of(
-        cls,
-        swaps: Sequence[int],
-        checkpoints: Sequence[int],
-        blocks: Blocks,
-        num_units: int,
-        interval: int,
-        placement: Placement,
-    ) -> Placements:
-        """All pairs of these numbers that the blocks allow.
-
-        Args:
-            swaps: numbers of blocks that offload.
-            checkpoints: numbers of blocks that compute again.
-            blocks: the blocks.
-            num_units: layers, embedding and head.
-            interval: see `modes_of_blocks`.
-            placement: see `modes_of_blocks`.
-
-        Returns:
-            Pairs in their order.
-        """
-        count = len(blocks.units)
-        pairs = [(s, c) for s in swaps for c in checkpoints if s + c <= count]
-        rows = [
-            [MODES.index(m) for m in modes_of_blocks(Configuration(0, 0, *pair), blocks, num_units,
-                                                     interval, placement)]
-            for pair in pairs
-        ]  # fmt: skip
-        return cls(tuple(pairs), np.array(rows, np.int8).reshape(len(pairs), num_units))
-
-
-@dataclass(frozen=True)
-class StepModel:
-    """Time and peak of a step on one device, for arrays of configurations.
-
-    Args:
-        quotes: durations and bytes.
-        blocks: what persists or passes through buffers.
-        placements: modes of units.
-        swaps_ahead: turns of units before its backward at which a block's activations are fetched.
-        gradients_out: units whose gradients may be on their way out.
-    """
-
-    quotes: QuotedStep
-    blocks: Blocks
-    placements: Placements
-    swaps_ahead: int
-    gradients_out: int
-
-    @cached_property
-    def position(self) -> dict[int, int]:
-        """By unit, the position of its chunk among those of blocks."""
-        found = dict[int, int]()
-        for u, unit in enumerate(self.quotes.layout.units):
-            for c in unit.chunks:
-                if c in self.blocks.chunks:
-                    found[u] = self.blocks.chunks.index(c)
-        return found
-
-    def _last_adder(self, unit: int) -> int | None:
-        """The chunk of blocks to which a backward is the last of its microbatch that adds."""
-        layout, at = self.quotes.layout, self.position.get(unit)
-        if at is None or not layout.chunks[self.blocks.chunks[at]].trains:
-            return None
-        users = [u for u, p in self.position.items() if p == at and u >= layout.first]
-        return at if min(users) == unit else None
-
-    @cached_property
-    def leaves_at(self) -> Ints:
-        """Per placement and unit, the turn at which offloaded activations leave the device.
-
-        Beyond all turns where they never do: they would leave when they are to be fetched again.
-        """
-        modes, layout = self.placements.modes, self.quotes.layout
-        count = len(layout.units)
-        found = np.full(modes.shape, NEVER, np.int64)
-        done_at = np.full(len(modes), -1, np.int64)
-        for unit in range(count):
-            is_away = modes[:, unit] == MODES.index(Mode.OFFLOAD)
-            done_at = np.where(is_away, np.maximum(done_at, unit) + self.swaps_ahead, done_at)
-            fetched = fetch_turn(
-                2 * count - 1 - unit, replace(layout, swaps_ahead=self.swaps_ahead)
-            )
-            found[:, unit] = np.where(is_away & (done_at < fetched), done_at, NEVER)
-        return found
-
-    # ---- bytes
-    @cached_property
-    def activation_bytes(self) -> Ints:
-        """The most that a step takes beside states and buffers, in program order.
-
-        By part of the step and placement: forwards below the head, the head, backwards below it.
-        """
-        layout, job, modes = self.quotes.layout, self.quotes.job, self.placements.modes
-        units, tables = layout.units, self.quotes.units
-        count, last = len(units), len(units) - 1
-        held, peaks = np.zeros(len(modes), np.int64), np.zeros((3, len(modes)), np.int64)
-
-        def of(field: str, unit: int) -> Ints:
-            values = [getattr(tables[mode][unit], field) for mode in MODES]
-            return np.array(values, np.int64)[modes[:, unit]]
-
-        fetched, leaves_at = self._fetched_at(), self.leaves_at
-        several = job.microbatches > 1  # sums lie there from one microbatch to the next
-        held += self._gradient_bytes(range(len(layout.chunks)), False) if several else 0
-        order = [(True, u) for u in range(count)]
-        order += [(False, u) for u in range(last, layout.first - 1, -1)]
-        for moment, (is_forward, u) in enumerate(order):
-            peak = peaks[1 if u == last else 0 if is_forward else 2]
-            is_again = (not is_forward) & (modes[:, u] == MODES.index(Mode.RECOMPUTE))
-            coming = np.zeros(len(modes), np.int64)  # behind the first launch of this turn
-            for v in fetched.get(moment, ()):
-                coming += np.where(leaves_at[:, v] < NEVER, units[v].saved_bytes, 0)
-            if is_forward:
-                output = of("output_bytes", u)
-                held = held + output + of("kept_bytes", u)
-                np.maximum(peak, held + of("forward_bytes", u), out=peak)
-                held = held - (units[u].input_bytes if u < layout.first else 0)
-                held = held + self._sent_bytes(u)
-            else:
-                saved = of("saved_bytes", u)
-                held = held + np.where(is_again, saved, 0)
-                np.maximum(peak, held + of("again_bytes", u), out=peak)
-                held = held + np.where(is_again, coming, 0)
-                trained = units[u].trained
-                begun = self._gradient_bytes(trained, True)
-                apart = 0 if several else self._gradient_bytes(trained, False)
-                grown = begun + apart + of("backward_bytes", u)
-                np.maximum(peak, held + grown, out=peak)
-                passed = units[u].input_bytes if u > layout.first else 0
-                came = units[u + 1].input_bytes if u < last else 0
-                held = held + passed - came - saved - units[u].input_bytes
-                held = held + (apart if self._sums_last else 0)
-            for v in self.blocks.units:
-                held = held - np.where(leaves_at[:, v] == moment, units[v].saved_bytes, 0)
-            held = held + np.where(is_again, 0, coming)
-        return peaks
-
-    def _sent_bytes(self, unit: int) -> Ints:
-        """What a forward leaves behind that is on its way to the host."""
-        is_away = self.placements.modes[:, unit] == MODES.index(Mode.OFFLOAD)
-        return np.where(is_away, self.quotes.layout.units[unit].saved_bytes, 0)
-
-    def _gradient_bytes(self, chunks: Iterable[int], of_blocks: bool) -> int:
-        """Gradients of those of these chunks that belong to blocks, or to none."""
-        own = self.blocks.chunks
-        found = [c for c in chunks if (c in own) is of_blocks]
-        return sum([self.quotes.layout.chunks[c].gradient_bytes for c in found])
-
-    @property
-    def _sums_last(self) -> bool:
-        """Whether gradients on the device outlast the backwards that add to them, to the step's end
-        or through its microbatches."""
-        job = self.quotes.job
-        clips = job.recipe.clip_norm is not None
-        return job.microbatches > 1 or clips or not job.has_update
-
-    def _fetched_at(self) -> dict[int, list[int]]:
-        """By turn of a step, the units whose activations are fetched behind its launch."""
-        layout = replace(self.quotes.layout, swaps_ahead=self.swaps_ahead)
-        count, found = len(layout.units), dict[int, list[int]]()
-        for unit in self.blocks.units:
-            found.setdefault(fetch_turn(2 * count - 1 - unit, layout), []).append(unit)
-        return {moment: sorted(units, reverse=True) for moment, units in found.items()}
-
-    def states_bytes(self, persistent: Ints, buffers: Ints) -> Ints:
-        """Bytes on the device of states that persist and of buffers.
-
-        While blocks are gone through, a chunk comes into one buffer more, and on the way back the
-        gradients of another are on their way out.
-
-        Args:
-            persistent: chunks of blocks that persist.
-            buffers: other chunks with weights on the device.
-
-        Returns:
-            Bytes by part of the step, see `activation_bytes`, and configuration.
-        """
-        layout, job, own = self.quotes.layout, self.quotes.job, self.blocks.chunks
-
-        def states(c: int) -> int:
-            return layout.chunks[c].weight_bytes + layout.chunks[c].optimizer_bytes
-
-        always = sum([states(c) for c in range(len(layout.chunks)) if c not in own])
-        persist = np.cumsum([0, *[states(c) for c in own]])[persistent]
-        each = [layout.chunks[c].gradient_bytes for c in own]
-        sums = np.cumsum([0, *each])[persistent] * int(self._sums_last)
-        largest = max([0, *[layout.chunks[c].whole_bytes for c in own]])
-        others = len(own) - persistent
-        here, coming = (np.minimum(count, others) * largest for count in (buffers, buffers + 1))
-        leaving = np.where(others > 0, max([0, *each]), 0)
-        base, early = always + persist, sums * int(job.microbatches > 1)
-        back = base + coming + leaving + sums
-        return np.stack([base + coming + early, base + here + early, back])
-
-    def peak_bytes(self, persistent: Ints, buffers: Ints, placement: Ints) -> Ints:
-        """The least memory in which configurations run as foreseen; a run that has more uses more.
-
-        Args:
-            persistent: chunks of blocks that persist.
-            buffers: other chunks with weights on the device.
-            placement: indices into the placements.
-
-        Returns:
-            Bytes, the shape of the arguments.
-        """
-        states = self.states_bytes(persistent, buffers)
-        return np.asarray((states + self.activation_bytes[:, placement]).max(0), np.int64)
-
-    def all_peak_bytes(self, persistent: Ints, buffers: Ints) -> Ints:
-        """`peak_bytes` of every placement with every pair.
-
-        Args:
-            persistent: chunks of blocks that persist.
-            buffers: other chunks with weights on the device.
-
-        Returns:
-            Bytes by placement and pair.
-        """
-        states, found = self.states_bytes(persistent, buffers), None
-        for part, activations in zip(states, self.activation_bytes, strict=True):
-            own = activations[:, None] + part[None, :]
-            found = own if found is None else np.maximum(found, own)
-        return np.asarray(found, np.int64)
-
-    @cached_property
-    def host_activation_bytes(self) -> Ints:
-        """Per placement, what a step has on the host beside states."""
-        units, modes = self.quotes.layout.units, self.placements.modes
-        is_away = modes == MODES.index(Mode.OFFLOAD)
-        return np.asarray(is_away @ np.array([u.saved_bytes for u in units], np.int64), np.int64)
-
-    def host_states_bytes(self, persistent: Ints) -> Ints:
-        """Bytes on the host of states that do not persist, their gradients, and an update.
-
-        Args:
-            persistent: chunks of blocks that persist.
-
-        Returns:
-            Bytes, the shape of the argument.
-        """
-        own = [self.quotes.layout.chunks[c] for c in self.blocks.chunks]
-        each = [c.weight_bytes + c.optimizer_bytes + c.gradient_bytes for c in own]
-        sums = np.cumsum([0, *each])
-        work = np.array([*[c.update_bytes for c in own], 0], np.int64)
-        largest = np.maximum.accumulate(work[::-1])[::-1]  # of the chunks from each one on
-        return np.asarray(sums[-1] - sums[persistent] + largest[persistent], np.int64)
-
-    # ---- time
     def bounds_ns(self, persistent: Ints, buffers: Ints) -> Ints:
         """Lower bounds of a step: what its busiest lane does in it.
 
@@ -337,12 +75,36 @@ class StepModel:
         loads = np.where(self._is_frozen, 0, load[-1] - load[persistent])  # each once
         least = min([c.load.alone_ns for c in chunks], default=0)
         again = np.maximum(0, passing - np.minimum(buffers, passing)) * least  # not at the turn
+        gathers = [c.gather_ns for c in chunks]
+        apart = (
+            persistent + np.maximum(0, passing - buffers) - 1
+        )  # gathered once more, on the way back
+        net = np.maximum(0, apart) * min(gathers, default=0) * job.microbatches
+        net += 0 if self._is_frozen else sum(gathers)
+        reduced = [(unit[False] or 0) * (job.microbatches - 1) + (unit[True] or 0)
+                   for unit in self.reduced_ns]  # fmt: skip
         return {
+            NET_LANE: (net + sum(reduced))[None, :] + 0 * launches[:, None],
             COMPUTE_LANE: launches[:, None] + here[None, :],
             HOST_LANE: (host[-1] - host[persistent])[None, :] + 0 * launches[:, None],
             "gpu->host": sent[:, None] + (out[-1] - out[persistent])[None, :],
             "host->gpu": came[:, None] + loads[None, :] + again[None, :],
         }
+
+    @cached_property
+    def reduced_ns(self) -> list[tuple[int | None, int | None]]:
+        """By unit, what its backward has added up over the group: of an earlier microbatch, and of
+        the last one; None where nothing is."""
+        layout, found = self.quotes.layout, list[tuple[int | None, int | None]]()
+        for unit, own in enumerate(layout.units):
+            ends = [
+                c for c in own.trained if not any([c in u.trained for u in layout.units[:unit]])
+            ]
+            parts = [c for c in ends if layout.chunks[c].remote_bytes]  # else once a step
+            sums = [sum([self.quotes.chunks[c].reduce_ns for c in each]) if each else None
+                    for each in (parts, ends)]  # fmt: skip
+            found.append((sums[0], sums[1]) if layout.ranks > 1 else (None, None))
+        return found
 
     @cached_property
     def _is_frozen(self) -> bool:
@@ -381,17 +143,21 @@ class _Lanes:
         self._index = np.arange(len(persistent))
         self._compute, self._gates = zero, (zero, zero)  # ends of the last two plans
         self._in, self._out, self._host, self._net = zero, zero, zero, zero
+        self._summed = zero  # end of the last reduction of gradients
         self._arrived = np.zeros((max(1, count), len(persistent)), np.int64)
         self._made = np.zeros((max(1, count), len(persistent)), np.int64)
         self._outs = [zero] * (model.gradients_out + 1)
         self._swapped_out, self._swapped_in = dict[int, Ints](), dict[int, Ints]()
-        self._gathered = zero
+        self._came_back = dict[int, Ints]()
+        every = range(len(self._layout.chunks))
+        self._gathered = {c: zero for c in every}  # when a chunk's parts of other devices came
+        self._is_whole = {c: np.zeros(len(zero), np.bool_) for c in every}
         self._tables = {
             field: np.array([[getattr(u, field) for u in self._quotes.units[m]] for m in MODES])
             for field in ("forward_ns", "again_ns", "backward_ns")
         }
         self._moment = 0
-        self._fetched = model._fetched_at()
+        self._fetched = model.fetched_at()
         loads = [self._quotes.chunks[c].load for c in model.blocks.chunks] or [QuotedCopy(0, 0)]
         self._loads = np.array(loads, np.int64)
 
@@ -403,7 +169,7 @@ class _Lanes:
         for k in range(job.microbatches):
             is_last, self._moment = k == job.microbatches - 1, 0
             for u in units:
-                self._forward(u)
+                self._forward(u, k)
             for u in reversed(units[layout.first :]):
                 self._backward(u, k, eager and is_last)
         if job.has_update and not eager:
@@ -412,7 +178,7 @@ class _Lanes:
                 if c in own:
                     self._update(own.index(c), self._compute)
                 elif chunk.trains:
-                    self._run(np.full(len(self._index), self._quotes.chunks[c].device_ns))
+                    self._update_here(c)
         return self._compute
 
     # ---- launches
@@ -433,46 +199,58 @@ class _Lanes:
 
     def _weights(self, unit: int) -> Ints:
         """When the weights of a unit are on the device."""
-        at = self._model.position.get(unit)
-        if at is None:
-            return self._gathered
-        arrived = np.where(at >= self._persistent, self._arrived[at], 0)
-        return np.maximum(arrived, self._gathered)
+        found = self._arrived_or_here(self._model.position.get(unit))
+        for c in self._layout.units[unit].chunks if self._layout.ranks > 1 else ():
+            found = np.maximum(found, self._gathered[c])
+        return found
 
-    def _forward(self, u: int) -> None:
+    def _forward(self, u: int, k: int) -> None:
+        at, above = self._model.position.get(u), self._model.position.get(u + 1)
+        self._gather(u, self._gates[0])
         issued = self._run(self._of("forward_ns", u), self._weights(u))
         if u in self._model.blocks.units:
             self._swap_out(u)
-        at, above = self._model.position.get(u), self._model.position.get(u + 1)
         if above is not None:
             self._enter_forward(-1 if at is None else at, above, issued)
-        self._end_turn(issued, u + 1 if u + 1 < len(self._layout.units) else u)
+        following = u + 1 if u + 1 < len(self._layout.units) else u
+        top = self._count - self._buffers
+        self._drop_gathered(u, following, top)
+        self._end_turn(issued, following, adds=k > 0 and following == u)
 
     def _backward(self, u: int, k: int, updates: bool) -> None:
         layout, model = self._layout, self._model
+        is_last = k == self._quotes.job.microbatches - 1
+        following = u - 1 if u > layout.first else None if is_last else 0
+        at, ends = model.position.get(u), model.last_adder(u)
         is_again = self._modes[:, u] == MODES.index(Mode.RECOMPUTE)
-        weights, issued = self._weights(u), self._gates[0]
+        issued = self._gates[0]
+        self._gather(u, issued)
+        weights = self._weights(u)
         if is_again.any():
             before = self._compute
             self._run(self._of("again_ns", u), weights, is_plan=False)
             self._compute = np.where(is_again, self._compute, before)
+            if following is not None:  # what is here already is gathered ahead of the reduction
+                self._gather(following, issued, is_again & self._is_in_window(u, following))
         waits = [weights]
         if u in self._swapped_in:
             waits.append(self._swapped_in.pop(u))
         trains = bool(layout.units[u].trained)
-        at, ends = model.position.get(u), model._last_adder(u)
         if trains and at is not None:
             waits.append(np.where(at >= self._persistent, self._outs[0], 0))
-        if k and at is not None and trains:
-            waits.append(self._back(at, issued))
+        back = self._came_back.pop(u, self._compute)
+        if self._layout.ranks == 1:
+            waits.append(back)
         self._run(self._of("backward_ns", u), *waits)
-        ready = self._reduced(u)
+        ready = self._reduced(u, is_last, back)
         if trains:
             self._outs = [*self._outs[1:], self._gradients_out(ends, ready)]
         below = model.position.get(u - 1)
         if at is not None and below is not None and below < at:
             self._enter_backward(below, issued)
-        self._end_turn(issued, u - 1 if u > layout.first else u)
+        stays = self._persistent + self._buffers
+        self._drop_gathered(u, following, self._count if is_last else 0, 0 if is_last else stays)
+        self._end_turn(issued, following, adds=k > 0 and following == u - 1)
         if updates:
             if ends is not None:
                 self._update(ends, self._outs[-1])
@@ -485,15 +263,20 @@ class _Lanes:
             return
         persists = at < self._persistent
         before, gates = self._compute, self._gates
-        self._run(np.where(persists, chunk.device_ns, 0))
+        self._run(np.where(persists, chunk.device_ns, 0), self._summed)
         self._compute = np.where(persists, self._compute, before)
         self._gates = tuple([np.where(persists, new, old)
                              for new, old in zip(self._gates, gates, strict=True)])  # type: ignore[assignment]  # fmt: skip
         host = np.maximum(self._host, ready) + (chunk.host_ns or 0)
         self._host = np.where(persists, self._host, host)
         self._made[at] = np.where(persists, 0, self._host)
+        self._is_whole[self._model.blocks.chunks[at]][:] = False  # its parts are old now
         is_next = ~persists & (at - self._persistent < self._buffers)
         self._load(np.full(len(persists), at), is_next, self._gates[0])
+
+    def _update_here(self, chunk: int) -> None:
+        self._run(np.full(len(self._index), self._quotes.chunks[chunk].device_ns), self._summed)
+        self._is_whole[chunk][:] = False
 
     def _update_others(self, unit: int) -> None:
         """Updates of embedding, head and adapters, on the device."""
@@ -501,11 +284,13 @@ class _Lanes:
         for c in layout.units[unit].trained:
             users = [u for u, x in enumerate(layout.units) if c in x.trained]
             if c not in own and min(users) == unit:
-                self._run(np.full(len(self._index), self._quotes.chunks[c].device_ns))
+                self._update_here(c)
 
     # ---- copies
-    def _copied(self, start: Ints, copy: QuotedCopy, other: Ints) -> Ints:
-        ns = np.where(other > start, copy.contended_ns, copy.alone_ns)
+    def _copied(self, start: Ints, other: Ints, alone: Ints | int, contended: Ints | int) -> Ints:
+        """When a copy ends, beside one the other way until `other`, and beside collectives."""
+        ns, share = np.where(other > start, contended, alone), self._quotes.cost.copy_share
+        ns = np.where(self._net > start, np.rint(ns / share), ns) if share < 1 else ns
         return np.asarray(start + ns, np.int64)
 
     def _gradients_out(self, at: int | None, ready: Ints) -> Ints:
@@ -515,23 +300,28 @@ class _Lanes:
         copy = self._quotes.chunks[self._model.blocks.chunks[at]].out
         is_out = at >= self._persistent
         start = np.maximum(self._out, ready)
-        out = self._copied(start, copy, self._in)
+        out = self._copied(start, self._in, *copy)
         self._out = np.where(is_out, out, self._out)
         return np.where(is_out, self._out, 0)
 
-    def _back(self, at: int, issued: Ints) -> Ints:
-        """Gradients of an earlier microbatch come back to the device; returns when."""
+    def _come_back(self, unit: int, issued: Ints) -> None:
+        """Gradients of an earlier microbatch come back for the first backward that adds to them."""
+        at, trained = self._model.position.get(unit), self._layout.units[unit].trained
+        if at is None or self._model.blocks.chunks[at] not in trained:
+            return
+        if any([p == at and u > unit for u, p in self._model.position.items()]):
+            return
         copy = self._quotes.chunks[self._model.blocks.chunks[at]].back
         is_away = at >= self._persistent
-        done = self._copied(np.maximum(self._in, issued), copy, self._out)
+        done = self._copied(np.maximum(self._in, issued), self._out, *copy)
         self._in = np.where(is_away, done, self._in)
-        return np.where(is_away, done, 0)
+        self._came_back[unit] = np.where(is_away, done, 0)
 
     def _swap_out(self, unit: int) -> None:
         is_away = self._modes[:, unit] == MODES.index(Mode.OFFLOAD)
         if is_away.any():
             copy = self._quotes.swap(unit, is_out=True)
-            out = self._copied(np.maximum(self._out, self._compute), copy, self._in)
+            out = self._copied(np.maximum(self._out, self._compute), self._in, *copy)
             self._out = np.where(is_away, out, self._out)
             self._swapped_out[unit] = np.where(is_away, self._out, 0)
 
@@ -541,7 +331,7 @@ class _Lanes:
         if unit in self._swapped_out and is_away.any():
             copy = self._quotes.swap(unit, is_out=False)
             start = np.maximum(np.maximum(self._in, issued), self._swapped_out.pop(unit))
-            done = self._copied(start, copy, self._out)
+            done = self._copied(start, self._out, *copy)
             self._in = np.where(is_away, done, self._in)
             self._swapped_in[unit] = np.where(is_away, done, 0)
 
@@ -551,8 +341,7 @@ class _Lanes:
             return
         at = np.clip(at, 0, max(0, self._count - 1))
         start = np.maximum(np.maximum(self._in, issued), self._made[at, self._index])
-        alone, contended = self._loads[at, 0], self._loads[at, 1]
-        done = start + np.where(self._out > start, contended, alone)
+        done = self._copied(start, self._out, self._loads[at, 0], self._loads[at, 1])
         self._in = np.where(is_loaded, done, self._in)
         self._arrived[at, self._index] = np.where(is_loaded, done, self._arrived[at, self._index])
 
@@ -572,28 +361,67 @@ class _Lanes:
         is_new = (entering >= self._persistent) & (entering < at_turn) & (self._buffers > 0)
         self._load(entering, is_new, issued)
 
-    # ---- groups
-    def _end_turn(self, issued: Ints, following: int) -> None:
-        """What is fetched behind a launch for the next turns, but for weights of buffers."""
-        if self._layout.ranks > 1:
-            chunks = self._layout.units[following].chunks
-            ns = sum([self._quotes.chunks[c].gather_ns for c in chunks])
-            ready = self._arrived_or_here(following)
-            self._gathered = self._net = np.maximum(np.maximum(self._net, issued), ready) + ns
+    def _end_turn(self, issued: Ints, following: int | None, adds: bool) -> None:
+        """What is fetched behind a launch for the next turns, but for weights of buffers.
+
+        The next turn `adds` where it is a backward of a later microbatch than the first.
+        """
+        if following is not None:
+            self._gather(following, issued)
+            if adds:
+                self._come_back(following, issued)
         for unit in self._fetched.get(self._moment, ()):
             self._swap_in(unit, issued)
         self._moment += 1
 
-    def _arrived_or_here(self, unit: int) -> Ints:
-        at = self._model.position.get(unit)
+    def _arrived_or_here(self, at: int | None) -> Ints:
         if at is None:
             return np.zeros(len(self._index), np.int64)
         return np.where(at >= self._persistent, self._arrived[at], 0)
 
-    def _reduced(self, unit: int) -> Ints:
-        """When the gradients of a backward are added up over the group."""
-        if self._layout.ranks == 1 or not self._layout.units[unit].trained:
+    # ---- groups
+    def _gather(self, unit: int, issued: Ints, where: Bools | bool = True) -> None:
+        """The parts of other devices of a unit's chunks come, unless they are here."""
+        for c in self._layout.units[unit].chunks if self._layout.ranks > 1 else ():
+            is_due = ~self._is_whole[c] & where
+            ready = np.maximum(issued, self._arrived_or_here(self._model.position.get(unit)))
+            done = np.maximum(self._net, ready) + self._quotes.chunks[c].gather_ns
+            self._net = np.where(is_due, done, self._net)
+            self._gathered[c] = np.where(is_due, done, self._gathered[c])
+            self._is_whole[c] |= is_due
+
+    def _is_in_window(self, unit: int, below: int) -> Bools:
+        """Whether weights of the next unit back are here before the window of buffers moves."""
+        at, other = self._model.position.get(unit), self._model.position.get(below)
+        if other is None:
+            return np.ones(len(self._index), np.bool_)
+        low = self._count - self._buffers if at is None else at - self._buffers + 1
+        return np.asarray((other < self._persistent) | (other >= low))
+
+    def _drop_gathered(
+        self, unit: int, following: int | None, low: Ints | int, high: Ints | int = NEVER
+    ) -> None:
+        """Parts of other devices leave behind a unit, but where its chunk stays or comes next.
+
+        A chunk of blocks stays that does not persist and lies in [low, high).
+        """
+        near = () if following is None else self._layout.units[following].chunks
+        for c in self._layout.units[unit].chunks if self._layout.ranks > 1 else ():
+            at = self._model.position.get(unit) if c in self._model.blocks.chunks else None
+            if c not in near:
+                stays = (
+                    False if at is None else (at >= self._persistent) & (low <= at) & (at < high)
+                )
+                self._is_whole[c] = self._is_whole[c] & stays
+
+    def _reduced(self, unit: int, is_last: bool, back: Ints) -> Ints:
+        """When the gradients that a backward is the last to add to are added up over the group.
+
+        The sums of earlier microbatches come `back` for it: the backward itself writes its own.
+        """
+        ns = self._model.reduced_ns[unit][is_last]
+        if ns is None:
             return self._compute
-        ns = sum([self._quotes.chunks[c].reduce_ns for c in self._layout.units[unit].trained])
-        self._net = np.maximum(self._net, self._compute) + ns
+        begins = np.maximum(np.maximum(self._net, self._compute), back)
+        self._summed = self._net = begins + ns
         return self._net

@@ -69,6 +69,11 @@ class LaunchCost(Protocol):
         """Rate of the host's memory, which concurrent launches share; None: without a limit."""
         return None
 
+    @property
+    def copy_share(self) -> float:
+        """Of its rate, what a copy to or from the host keeps beside a collective of its device."""
+        return 1.0
+
     def host_traffic(self, launch: Launch) -> int:
         """Traffic of a launch in the host's memory: bytes that it reads and writes there."""
         return 0
@@ -533,6 +538,11 @@ class PolicyCost:
     cost: LaunchCost
     nbytes: Callable[[Place], int]
     pace: float = 1.0
+
+    @property
+    def copy_share(self) -> float:
+        """Of its rate, what a copy to or from the host keeps beside a collective of its device."""
+        return self.cost.copy_share
 
     def op_ns(self, op: Op) -> int:
         """Predicted duration of an operation, with its jobs at their present progress.

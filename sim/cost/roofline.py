@@ -106,6 +106,11 @@ class Roofline(ShapePriced):
         """Rate of the host's memory, which copies and updates there share; None: unlimited."""
         return self.device.host_bandwidth_bytes_per_s
 
+    @property
+    def copy_share(self) -> float:
+        """See LaunchCost."""
+        return self.device.copy_share
+
     def split_ns(
         self, tokens: Sequence[int], contexts: Sequence[int], samples: int
     ) -> dict[str, float]:

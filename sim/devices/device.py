@@ -111,6 +111,9 @@ class Device:
     # To other nodes, one direction, all adapters of a node together.
     network_bytes_per_s: float | None = None
     hop_ns: int = 5000  # latency of one hop of a ring; assumed
+    # Of its rate, what a copy to or from the host keeps while a collective of the group is under
+    # way: below 1 where cards reach each other over their links to the host.
+    copy_share: float = 1.0
     # By the number of devices of a node that are busy at once: the share of the peer rate that
     # rings reach, of its host link that each device keeps, and of the rate of updates there
     # (default: an equal part).
@@ -131,7 +134,7 @@ class Device:
                 raise ValueError(
                     f"device {self.name}: {name} is {getattr(self, name)}, must be at least 0"
                 )
-        for name in ("duplex", "update_share"):
+        for name in ("duplex", "update_share", "copy_share"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise ValueError(
                     f"device {self.name}: {name} is {value}, must be above 0 and at most 1"

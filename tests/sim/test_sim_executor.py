@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from engine.contract.executor import Executor, Launch, Span
-from engine.contract.plan import Compute, Copy
+from engine.contract.plan import Collective, Compute, Copy, Pattern
 from engine.contract.regions import Tier, kv_place
 from engine.loop.state import VirtualClock
 from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor
+from sim.two_lanes import TwoLaneExecutor
 
 
 class Flat(LaunchCost):
@@ -78,6 +81,35 @@ def test_a_copy_is_contended_while_the_other_direction_runs() -> None:
     first, second = copies()
     launches = [Launch(first, nbytes=50), Launch(second, waits=(first,), nbytes=50)]
     assert {s.op: s.end_ns for s in spans(Flat(), launches)} == {first: 50, second: 100}
+
+
+class OverTheHost(Flat):
+    """Collectives of a ns per byte, which leave copies a quarter of their rate."""
+
+    @property
+    def copy_share(self) -> float:
+        return 0.25
+
+    def collective_ns(self, launch: Launch) -> int:
+        return launch.nbytes
+
+
+@pytest.mark.parametrize("executor", [SimExecutor, TwoLaneExecutor])
+def test_a_copy_beside_a_collective_keeps_a_share_of_its_rate(executor: type[SimExecutor]) -> None:
+    """Where cards reach each other over the host. Behind the collective it has all of it again."""
+    out, back = copies()
+    env, done = VirtualClock(), list[Span]()
+    world = executor(env, OverTheHost())
+    gather = Collective(Pattern.ALL_GATHER, (), (), 100)
+    launches = [Launch(gather, nbytes=100), Launch(out, nbytes=50)]
+    for launch in (*launches, Launch(back, waits=(gather, out), nbytes=50)):
+        world.run(launch, done.append)
+    env.run()
+    assert {s.op: (s.start_ns, s.end_ns) for s in done} == {
+        gather: (0, 100),
+        out: (0, 200),
+        back: (200, 250),
+    }
 
 
 def test_a_clock_passes_over_time_without_an_event_and_events_count_from_there() -> None:

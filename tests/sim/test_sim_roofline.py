@@ -231,6 +231,7 @@ def test_share_is_a_power_law_between_points_and_flat_outside() -> None:
         ({"duplex": 0}, "duplex is 0, must be above 0 and at most 1"),
         ({"duplex": 1.5}, "duplex"),
         ({"duplex": math.nan}, "duplex"),
+        ({"copy_share": 0}, "copy_share is 0, must be above 0 and at most 1"),
         ({"update_share": 0}, "update_share is 0, must be above 0 and at most 1"),
         ({"host_bandwidth_bytes_per_s": 0}, "rate"),
         ({"link_ns": -1}, "link_ns is -1, must be at least 0"),
