@@ -45,7 +45,7 @@ from models.spec import ModelSpec
 from models.training.kept import finetuning_shape
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
-from policies.planners.windows import Windows
+from policies.planners.unit_chunks import Windows
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.sharing.coserve import CoMemory, CoServe
 from sim.cost.contract import LaunchCost

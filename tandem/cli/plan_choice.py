@@ -10,7 +10,7 @@ from typing import NamedTuple
 from policies.planners.blocks import Configuration
 from policies.planners.protrain import ProTrainLayout
 from policies.planners.search import Search, Space, TierBytes, TimedConfiguration
-from sim.cost.contract import PolicyCost
+from sim.cost.policy_cost import PolicyCost
 from tandem.cli.terminal import shown_bytes, shown_seconds
 from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.run_spec import RunSpec, builder_of

@@ -67,6 +67,7 @@ MODULES: dict[tuple[str, str], str] = {
         "max_reservation paged_restart paged_swap seating=paged_allocation"
     ),
     ("policies", "policies.planners"): "fixed_chunks laying_out=placement unit_chunks",
+    ("policies.planners", "policies.planners"): "windows=unit_chunks",
     ("policies", "policies.routing"): (
         "least_outstanding prefix_affinity round_robin router=least_outstanding"
     ),
@@ -85,7 +86,9 @@ MODULES: dict[tuple[str, str], str] = {
         "roofline table=piecewise tables trained=training_launch training_operators "
         "training_terms=training_operators"
     ),
-    ("sim", "sim.devices"): "device group host_memory memory=kv_room",
+    ("sim", "sim.devices"): "device group memory=kv_room",
+    ("sim", "sim"): "host_memory=executor",
+    ("sim.devices", "sim"): "host_memory=executor",
     ("sim", "sim.fit"): (
         "errors fit=fit_tables fit_training=fit_tables nonnegative=solve shapes=recorded_shapes "
         "solve"
@@ -173,6 +176,8 @@ NAMES: dict[str, str] = {
     "policies.seating.SeatingRules": "policies.kv.paged_allocation.PagedRules",
     "sim.late.Late": "sim.cost.scaled.SlowerCopies",
     "sim.cost.forward_shape": "sim.cost.launch_shape.forward_shape",
+    "sim.cost.PolicyCost": "sim.cost.policy_cost.PolicyCost",
+    "sim.cost.contract.PolicyCost": "sim.cost.policy_cost.PolicyCost",
     "sim.solve.Sample": "sim.fit.solve.Observation",
     "sim.fit.solve.Sample": "sim.fit.solve.Observation",
     "engine.contract.policy.named": "engine.contract.job.named",

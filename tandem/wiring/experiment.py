@@ -17,7 +17,7 @@ from engine.loop.engine import Engine
 from engine.results.plan_log import encode_layout
 from engine.results.recorder import Recorder
 from engine.results.schema import files_of
-from sim.cost.contract import PolicyCost
+from sim.cost.policy_cost import PolicyCost
 from tandem.cli.terminal import progress_bar
 from tandem.compiled import form
 from tandem.config.composed_config import ComposedConfig, with_absolute_paths

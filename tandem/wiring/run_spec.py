@@ -13,7 +13,8 @@ from engine.results.plan_log import check_jobs, read_plans
 from models.spec import ModelSpec
 from policies.composed import Composed as ComposedPolicy
 from policies.scheduling.recorded import RecordedPlans, RecordedRouter
-from sim.cost.contract import LaunchCost, PolicyCost
+from sim.cost.contract import LaunchCost
+from sim.cost.policy_cost import PolicyCost
 from sim.cost.roofline import Roofline
 from sim.cost.scaled import DurationRatio, scaled
 from sim.devices.device import Device

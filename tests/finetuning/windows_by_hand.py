@@ -22,7 +22,7 @@ from engine.contract.regions import Kind, Place, Work
 from engine.contract.training_progress import TrainingProgress
 from models.spec import DTYPE_BYTES, ModelSpec
 from models.training.kept import finetuning_shape
-from policies.planners.windows import trained_chunks
+from policies.planners.unit_chunks import trained_chunks
 from runtime.finetuning.finetuner import Finetuner
 from runtime.finetuning.machine import FinetuningMachine
 from runtime.finetuning.model import NO_LABEL, FinetunedModel

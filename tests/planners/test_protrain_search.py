@@ -14,7 +14,7 @@ from policies.planners.blocks import Blocks, Configuration, block_chunks, modes_
 from policies.planners.protrain import ProTrainLayout
 from policies.planners.search import Space, TierBytes, TimedConfiguration, rank
 from policies.training.out_of_memory import OutOfMemory
-from sim.cost.contract import PolicyCost
+from sim.cost.policy_cost import PolicyCost
 from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of

@@ -26,7 +26,7 @@ from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.sharing.coserve import CoMemory, CoServe
 from policies.sharing.coserve_slo import CoServeSlo, _Step
 from policies.sharing.temporal import Temporal
-from sim.cost.contract import PolicyCost
+from sim.cost.policy_cost import PolicyCost
 from sim.cost.roofline import Roofline
 from sim.devices.device import Device
 from sim.executor import SimExecutor

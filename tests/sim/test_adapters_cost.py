@@ -15,8 +15,8 @@ from engine.contract.regions import PageSize, kv_place
 from models.parameters import adapter_bytes
 from models.spec import ModelSpec
 from sim.cost.adapters import adapter_operators, adapters_in, recorded_in, shape_of_rows
-from sim.cost.contract import PolicyCost
 from sim.cost.piecewise import Table
+from sim.cost.policy_cost import PolicyCost
 from sim.cost.roofline import Roofline
 from sim.cost.tables import TableCost
 from sim.cost.windows import recorded_window

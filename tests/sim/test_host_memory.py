@@ -12,8 +12,7 @@ from engine.contract.plan import HOST_LANE, Copy
 from engine.contract.regions import Tier, Work, weight
 from engine.loop.state import VirtualClock
 from sim.cost.roofline import Roofline
-from sim.devices.host_memory import HostMemory
-from sim.executor import SimExecutor
+from sim.executor import HostMemory, SimExecutor
 from tests.training.training_jobs import TINY, device, job_of, launch, layout_of, train, trains
 
 GB = 10**9

@@ -21,8 +21,8 @@ from engine.contract.plan import Compute, Copy, Slice
 from engine.contract.regions import Kind, Place, Region, Tier, Work, kv_place
 from models.operators import Operator, decode_operator, operators
 from models.spec import ModelSpec
-from sim.cost.contract import PolicyCost
 from sim.cost.launch_shape import forward_shape, shifted
+from sim.cost.policy_cost import PolicyCost
 from sim.cost.roofline import KNOWN, Roofline, priced_on
 from sim.devices.device import Device, share, shares
 from tests.support.strategies import cases

@@ -14,7 +14,7 @@ from engine.contract.plan import HOST_LANE, Compute, Slice
 from engine.contract.regions import Work
 from models.operators import Operator, operators
 from models.spec import ModelSpec
-from sim.cost.contract import PolicyCost
+from sim.cost.policy_cost import PolicyCost
 from sim.cost.roofline import Roofline
 from sim.cost.training_launch import (
     AGAIN,
