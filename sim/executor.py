@@ -11,7 +11,7 @@ from typing import Any
 import simpy
 
 from engine.contract.executor import Lanes, Launch, Repeater, ServedLaunches, Span
-from engine.contract.plan import HOST_LANE, NET_LANE, Collective, Compute, Copy, Lane, Op
+from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op
 from engine.contract.regions import Pool
 from sim.cost.contract import LaunchCost
 
@@ -19,9 +19,9 @@ from sim.cost.contract import LaunchCost
 class SimExecutor(Repeater):
     """The Executor of simulations: gives each launch a span behind its lane and its waits.
 
-    A copy is contended if the other direction of its link is busy at its start, or a collective of
-    its device where these pass the link too; a copy in flight keeps its duration. Contention for
-    the host's memory follows that rule too, see HostMemory.
+    A copy is contended if the other direction of its link is busy at its start; a copy in flight
+    keeps its duration. Contention for the host's memory follows that rule too, see HostMemory, and
+    contention with collectives, where these pass the link of the copies.
     """
 
     def __init__(self, env: simpy.Environment, cost: LaunchCost) -> None:
@@ -35,6 +35,7 @@ class SimExecutor(Repeater):
         self._host_memory = HostMemory(cost.host_bandwidth_bytes_per_s)
         self._env, self._lanes = env, Lanes(env)
         self._busy_until: dict[Lane, int] = defaultdict(int)
+        self._collectives: dict[int, _Runs] = defaultdict(_Runs)  # by device
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Predicted host time of a plan.
@@ -46,6 +47,8 @@ class SimExecutor(Repeater):
             Nanoseconds.
         """
         self._host_memory.forget(int(self._env.now))
+        for runs in self._collectives.values():
+            runs.forget(int(self._env.now))
         return self.cost.host_ns(launches)
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
@@ -61,7 +64,8 @@ class SimExecutor(Repeater):
         lane, is_copy = launch.op.lane, isinstance(launch.op, Copy)
         if isinstance(launch.op, Collective):
             start_ns = self._lanes.start_ns(lane, launch.waits)
-            self._busy_until[lane] = end_ns = start_ns + self.cost.collective_ns(launch)
+            end_ns = start_ns + self.cost.collective_ns(launch)
+            self._collectives[lane[0]].add(start_ns, end_ns, 1.0)
             self._lanes.hold(lane, Span(launch.op, start_ns, end_ns), done)
             return
         if not is_copy and lane[1] != HOST_LANE:
@@ -70,7 +74,7 @@ class SimExecutor(Repeater):
         start_ns = self._lanes.start_ns(lane, launch.waits)
         if is_copy:
             is_contended = self._busy_until[opposite(lane)] > start_ns
-            exchanges = self._busy_until[lane[0], NET_LANE] > start_ns
+            exchanges = self._collectives[lane[0]].rate_at(start_ns) > 0
             alone_ns = self._copy_ns(launch, is_contended, exchanges)
         else:
             alone_ns = self.cost.compute_ns(launch)

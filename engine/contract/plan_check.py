@@ -313,13 +313,15 @@ class PlanCheck:
 
     def _check_relaid(self, plan: Plan) -> None:
         """Rule RELAID."""
-        gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
+        gone, named = {job.job_id for job in (*plan.restart, *plan.refuse)}, set[int]()
         launches = [op for op in (*plan.ops, *self._open) if isinstance(op, Compute)]
         launched = {piece.job.job_id for op in launches for piece in op.slices}
         for job, number in plan.relaid:
             job_id, training = job.job_id, job.training
             if self._lists.jobs.get(job_id) is not job or training is None or job_id in gone:
                 raise ContractError(Rule.RELAID, "a new layout of no job that trains", job_id)
+            if job_id in named:
+                raise ContractError(Rule.RELAID, "two new layouts of a job", job_id)
             if not training.begins_step or job_id in launched:
                 what = "a new layout in a step, or with a launch in flight or in the plan"
                 raise ContractError(Rule.RELAID, what, job_id)
@@ -327,7 +329,7 @@ class PlanCheck:
             if type(number) is not int or not 0 <= number < count:
                 what = f"layout {number!r} of {count}"
                 raise ContractError(Rule.RELAID, what, job_id)
-            gone.add(job_id)
+            named.add(job_id)
 
     def _check_operation(self, op: Any, seen: set[Op], device: int) -> None:
         """Checks an operation by itself, and against `seen`, the operations before it."""

@@ -445,7 +445,7 @@ class Engine(Lifecycle):
 
     def _check_progress(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Raises Stalled where many plans in a row hold no operation."""
-        self._fruitless = 0 if launches or plan.refuse or plan.relaid else self._fruitless + 1
+        self._fruitless = 0 if launches or plan.refuse else self._fruitless + 1
         if self._fruitless >= FRUITLESS:
             raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
 

@@ -267,7 +267,8 @@ def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
 def encode_layout(layout: Layout) -> dict[str, Any]:
     """What a planner has decided by memory and prices, as JSON takes it.
 
-    Chunks, units and the order of tasks are left out: they follow from the job and its settings.
+    Units and the order of tasks are left out: they follow from the job and its settings. Chunks
+    are told by their bytes alone, since a planner may choose their size by the memory.
     """
     parts = {"training": {i: [one] for i, one in layout.training.items()}}
     parts["alternatives"] = {i: [*found] for i, found in layout.alternatives.items()}
@@ -282,6 +283,7 @@ def _choices(layout: TrainingLayout) -> dict[str, Any]:
     return {
         "modes": [unit.mode for unit in layout.units],
         "sends_input": [unit.sends_input for unit in layout.units],
+        "weight_bytes": [chunk.weight_bytes for chunk in layout.chunks],
         "persistent": sorted(layout.persistent),
         "buffers": layout.buffers,
         "swaps_ahead": layout.swaps_ahead,
@@ -311,6 +313,9 @@ def decode_layout(content: Mapping[str, Any], planned: Layout) -> Layout:
 
 
 def _with_choices(layout: TrainingLayout, told: Mapping[str, Any]) -> TrainingLayout:
+    own = [chunk.weight_bytes for chunk in layout.chunks]
+    if told.get("weight_bytes", own) != own:
+        raise ValueError("chunks of other sizes, which the planner chose for another memory")
     pairs = zip(layout.units, told["modes"], told["sends_input"], strict=True)
     units = tuple([replace(unit, mode=Mode(m), sends_input=bool(s)) for unit, m, s in pairs])
     return replace(

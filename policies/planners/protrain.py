@@ -12,7 +12,6 @@ from engine.contract.view import Cost
 from models.training.shape import TrainingShape
 from policies.planners.blocks import (
     Blocks,
-    Configuration,
     Placement,
     block_chunks,
     blocks_of,
@@ -99,11 +98,14 @@ class ProTrainLayout:
         for job in jobs:
             shape = shapes[job.job_id]
             of_job = _Layouts(self, *self.space(shape, job, cost), job, shape)
-            found = layouts[job.job_id] = of_job.best(room)
             if self.levels:
                 whole = room._replace(device_bytes=capacity_bytes[Tier.GPU, 0])
-                others[job.job_id] = of_job.by_level(whole, self.levels, found)
-        own = {(Tier.GPU, 0): room.device_bytes, (Tier.HOST, 0): room.host_bytes}
+                found, others[job.job_id] = of_job.by_level(room, whole, self.levels)
+            else:
+                found = of_job.best(room)
+            layouts[job.job_id] = found
+        most = capacity_bytes[Tier.GPU, 0] if self.levels else room.device_bytes
+        own = {(Tier.GPU, 0): most, (Tier.HOST, 0): room.host_bytes}
         places = held_places(layouts, jobs, own)
         return Layout(places=places, training=layouts, alternatives=others)
 
@@ -195,26 +197,33 @@ class _Layouts:
         planner = self.planner
         knobs = (planner.persistent, planner.buffers, planner.swaps, planner.checkpoints)
         if None not in knobs:
-            self.space.pairs()  # raises where the host cannot update
-            fixed = Configuration(*[knob or 0 for knob in knobs])
-            return self._of(TimedConfiguration(fixed, 0, 0, 0))
+            (fixed,) = self.space.everything()
+            return self._of(fixed)
         search = self.space.search(room)
         if not search.found:
             raise _out_of_memory(search.lacks, self.job, self.plain)
         return self._of(*search.found)
 
     def by_level(
-        self, whole: TierBytes, levels: int, first: TrainingLayout
-    ) -> tuple[TrainingLayout, ...]:
-        """The fastest layout in each part of the device, and the first one among them.
+        self, room: TierBytes, whole: TierBytes, levels: int
+    ) -> tuple[TrainingLayout, tuple[TrainingLayout, ...]]:
+        """The layout to begin with, and the fastest ones in each part of the device.
 
+        The first is the fastest in `room`, or where that holds none, the one that needs least.
         Levels in which nothing fits are left out, and so are layouts that are found again.
+
+        Raises:
+            OutOfMemory: no configuration fits in the whole device.
         """
-        found = {first: None}
+        found = dict[TrainingLayout, None]()
         for i in range(1, levels + 1):
-            room = whole._replace(device_bytes=whole.device_bytes * i // levels)
-            found.update({self._of(one): None for one in self.space.search(room).found})
-        return tuple(sorted(found, key=lambda one: -one.peak_bytes))
+            part = whole._replace(device_bytes=whole.device_bytes * i // levels)
+            found.update({self._of(one): None for one in self.space.search(part).found})
+        try:
+            first = self.best(room)
+        except OutOfMemory:
+            first = min(found, key=lambda one: one.peak_bytes, default=None) or self.best(whole)
+        return first, tuple(sorted({**found, first: None}, key=lambda one: -one.peak_bytes))
 
     def _of(self, timed: TimedConfiguration) -> TrainingLayout:
         """Chunks, units and stage of a configuration, on one device of its group."""

@@ -143,6 +143,8 @@ class _Lanes:
         self._index = np.arange(len(persistent))
         self._compute, self._gates = zero, (zero, zero)  # ends of the last two plans
         self._in, self._out, self._host, self._net = zero, zero, zero, zero
+        # Of the newest collectives: a copy meets those of a turn or two, a gather and a reduction.
+        self._begins = self._ends = np.zeros((8, len(zero)), np.int64)
         self._summed = zero  # end of the last reduction of gradients
         self._arrived = np.zeros((max(1, count), len(persistent)), np.int64)
         self._made = np.zeros((max(1, count), len(persistent)), np.int64)
@@ -290,7 +292,9 @@ class _Lanes:
     def _copied(self, start: Ints, other: Ints, alone: Ints | int, contended: Ints | int) -> Ints:
         """When a copy ends, beside one the other way until `other`, and beside collectives."""
         ns, share = np.where(other > start, contended, alone), self._quotes.cost.copy_share
-        ns = np.where(self._net > start, np.rint(ns / share), ns) if share < 1 else ns
+        if share < 1:
+            under_way = ((self._begins <= start) & (start < self._ends)).any(0)
+            ns = np.where(under_way, np.rint(ns / share), ns)
         return np.asarray(start + ns, np.int64)
 
     def _gradients_out(self, at: int | None, ready: Ints) -> Ints:
@@ -385,7 +389,9 @@ class _Lanes:
         for c in self._layout.units[unit].chunks if self._layout.ranks > 1 else ():
             is_due = ~self._is_whole[c] & where
             ready = np.maximum(issued, self._arrived_or_here(self._model.position.get(unit)))
-            done = np.maximum(self._net, ready) + self._quotes.chunks[c].gather_ns
+            begins = np.maximum(self._net, ready)
+            done = begins + self._quotes.chunks[c].gather_ns
+            self._take(begins, done, is_due)
             self._net = np.where(is_due, done, self._net)
             self._gathered[c] = np.where(is_due, done, self._gathered[c])
             self._is_whole[c] |= is_due
@@ -414,6 +420,13 @@ class _Lanes:
                 )
                 self._is_whole[c] = self._is_whole[c] & stays
 
+    def _take(self, begins: Ints, ends: Ints, where: Bools | bool = True) -> None:
+        """Notes a collective for copies over the same link."""
+        if self._quotes.cost.copy_share < 1:
+            earlier = np.vstack([begins, self._begins[:-1]]), np.vstack([ends, self._ends[:-1]])
+            self._begins = np.where(where, earlier[0], self._begins)
+            self._ends = np.where(where, earlier[1], self._ends)
+
     def _reduced(self, unit: int, is_last: bool, back: Ints) -> Ints:
         """When the gradients that a backward is the last to add to are added up over the group.
 
@@ -424,4 +437,5 @@ class _Lanes:
             return self._compute
         begins = np.maximum(np.maximum(self._net, self._compute), back)
         self._summed = self._net = begins + ns
+        self._take(begins, self._net)
         return self._net

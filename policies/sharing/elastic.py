@@ -70,7 +70,8 @@ class ElasticMemory:
             name = type(self.training).__name__
             raise ValueError(
                 f"elastic memory: {name} evicts nothing from the device for others; take "
-                "patrickstar, zero3_offload, fsdp2_offload or demand_paging, or memory=time_shared"
+                "patrickstar, protrain, zero3_offload, fsdp2_offload or demand_paging, or "
+                "memory=time_shared"
             )
 
     @property

@@ -274,8 +274,9 @@ def _as_replayed(config: Mapping[str, Any], planned: Layout) -> Layout:
     path = Path(str(config.get("replayed"))) / LAYOUT
     if config.get("replayed") is None or not path.exists():
         return planned
+    text = checked_text(path)
     try:
-        return decode_layout(json.loads(checked_text(path)), planned)
+        return decode_layout(json.loads(text), planned)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(

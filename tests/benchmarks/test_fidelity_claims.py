@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 
 from analysis.fidelity import Pair, judged, table_of
 from analysis.run import Run, load
-from benchmarks.fidelity.cases import finish, with_earlier
+from benchmarks.fidelity import cases as claims
+from benchmarks.fidelity.cases import finish, measured_in_parts, reported, with_earlier
 from benchmarks.fidelity.swap_fidelity import swapped
 from tandem.fidelity.protocol import Case
 from tests.support.synthetic import TWO, write
@@ -90,3 +92,53 @@ def test_a_claim_that_takes_long_is_measured_in_parts(tmp_path: Path) -> None:
     whole = with_earlier(pd.concat([part("a@50%", 0.2), part("b@50%", 0.9)]), cases, out)
     assert [*whole["case"]] == cases and [*whole["used"]] == [0.2, 0.7, 0.9]
     assert whole["commit"].notna().all()
+
+
+def test_parts_are_kept_behind_each_and_a_quick_one_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stopped in its second part has lost neither the first nor earlier ones."""
+    asked, cases = list[tuple[list[str], int, int]](), ["a@50%", "a@80%", "b@50%"]
+
+    def parts(
+        only: Sequence[str], requests: int, reruns: int, root: Path
+    ) -> Iterator[pd.DataFrame]:
+        asked.append(([*only], requests, reruns))
+        for case in only:
+            if case == "b@50%":
+                raise SystemExit(143)
+            yield pd.DataFrame([{"case": case, "figure": "mean_tpot_s", "used": 0.5}])
+
+    def measured(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["claim", *words])
+        return measured_in_parts("claim", "What it is.", cases, "a@80%", parts)
+
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    assert measured("--only", "a@80%") == 1, "two cases were never measured"
+    with pytest.raises(SystemExit, match="143"):
+        measured("--only", "a@50%", "b@50%")
+    kept = pd.read_csv(tmp_path / "claim.csv")
+    assert dict(zip(kept["case"], kept["used"], strict=True)) == {
+        "a@50%": 0.5,
+        "a@80%": 0.5,
+        "b@50%": math.inf,
+    }
+    assert measured("--quick") == 0
+    assert pd.read_csv(tmp_path / "claim_part.csv")["case"].tolist() == ["a@80%"]
+    assert pd.read_csv(tmp_path / "claim.csv").equals(kept)
+    assert asked == [(["a@80%"], 200, 5), (["a@50%", "b@50%"], 200, 5), (["a@80%"], 20, 2)]
+
+
+def test_a_command_that_was_told_to_end_ends_the_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """143 is the status behind SIGTERM. One that only failed has a report, or none."""
+    codes = iter([143, 1, 0])
+    monkeypatch.setattr(claims, "tandem", lambda words: next(codes))
+    with pytest.raises(SystemExit, match="143"):
+        reported("case", ["policy=orca"], [0.5], 5, tmp_path)
+    assert reported("case", ["policy=orca"], [0.5], 5, tmp_path) == {}
+    page = tmp_path / claims.REPORT / "fidelity.json"
+    page.parent.mkdir(parents=True)
+    page.write_text('{"loads": []}')
+    assert reported("case", ["policy=orca"], [0.5, 0.8], 5, tmp_path) == {"loads": []}

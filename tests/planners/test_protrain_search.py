@@ -99,7 +99,7 @@ WORLDS: dict[str, tuple[tuple[str, ...], float]] = {
     "cards": (CARDS, 0.05),
     "cards_adapters": ((*CARDS, LORA), 0.05),
     # Whether a collective is under way is asked at a copy's start, so microseconds decide on half
-    # of its rate: of 41 configurations three are off by 6 to 8 %.
+    # of its rate, and a swap takes a twentieth of the step: most that swap are off by 6 to 8 %.
     "cards_accumulation": ((*CARDS, "training.microbatches=2"), 0.10),
 }
 

@@ -17,10 +17,12 @@ from engine.contract.layout import TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.policy import PlanBuilder
 from engine.contract.progress import check_stages
-from engine.contract.rules import ContractError
+from engine.contract.rules import ContractError, Rule
 from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
+from engine.loop.engine import Stalled
 from policies.planners.protrain import ProTrainLayout
+from policies.training.out_of_memory import OutOfMemory
 from policies.training.protrain import ProTrain
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
@@ -53,8 +55,7 @@ def test_a_job_that_is_laid_out_anew_at_each_step_trains_as_plain_torch(
 ) -> None:
     """To the bit, and every backend decides alike: a layout says where numbers are, not which."""
     words = (*JOB, "policy=protrain", LEVELS, *RECIPES[recipe], STEPS)
-    whole = 2 * state_bytes(run_spec(*words))
-    words = (*words, f"budget.device_bytes={whole}")
+    words = (*words, whole(*words))
     monkeypatch.setattr(ProTrain, "_other_layout", each_in_turn)
     runs = {name: train(name, *words) for name in ("sim", "lockstep", "cpu")}
     layouts = runs["sim"].setting.room.layout.alternatives
@@ -70,7 +71,7 @@ def test_a_job_that_is_laid_out_anew_at_each_step_trains_as_plain_torch(
 def test_alternatives_need_less_and_less() -> None:
     """Each is the fastest in its memory, and a job that is alone keeps the fastest of all."""
     words = (*JOB, "policy=protrain", LEVELS, STEPS)
-    words = (*words, f"budget.device_bytes={2 * state_bytes(run_spec(*words))}")
+    words = (*words, whole(*words))
     found = train("sim", *words)
     (layouts,) = found.setting.room.layout.alternatives.values()
     peaks = [layout.peak_bytes for layout in layouts]
@@ -112,8 +113,66 @@ def test_a_new_layout_in_a_step_is_refused(moment: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ProTrain, "fit", with_layout)
     words = (*JOB, "policy=protrain", LEVELS, STEPS)
-    words = (*words, f"budget.device_bytes={2 * state_bytes(run_spec(*words))}")
+    words = (*words, whole(*words))
     with pytest.raises(ContractError, match="a new layout in a step, or with a launch"):
+        train("sim", *words)
+
+
+def relaid(number: Any) -> Callable[[PlanBuilder, Job], None]:
+    return lambda plan, job: plan.relay(job, number)
+
+
+def twice(plan: PlanBuilder, job: Job) -> None:
+    plan.relay(job, 0)
+    plan.relay(job, 1)
+
+
+def refused(plan: PlanBuilder, job: Job) -> None:
+    plan.refuse(job)
+    plan.relay(job, 0)
+
+
+WRONG: dict[str, tuple[Callable[[PlanBuilder, Job], None], str]] = {
+    "below all": (relaid(-1), r"layout -1 of \d+"),
+    "above all": (relaid(99), r"layout 99 of \d+"),
+    "a truth": (relaid(True), r"layout True of \d+"),
+    "twice": (twice, "two new layouts of a job"),
+    "of a job that leaves": (refused, "a new layout of no job that trains"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_layout_that_is_none_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps, with nothing in flight: no other reason is there to refuse it."""
+    write, told = WRONG[wrong]
+
+    def with_layout(
+        self: ProTrain, batch: tuple[Slice, ...], view: View, plan: PlanBuilder
+    ) -> None:
+        assert begins(batch[0].job) and not view.is_in_flight(batch[0].job)
+        write(plan, batch[0].job)
+
+    monkeypatch.setattr(ProTrain, "fit", with_layout)
+    words = (*JOB, "policy=protrain", LEVELS, STEPS)
+    words = (*words, whole(*words))
+    with pytest.raises(ContractError, match=told) as caught:
+        train("sim", *words)
+    assert caught.value.rule is Rule.RELAID
+
+
+def test_a_job_that_is_laid_out_again_and_again_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 10: a new layout is no progress."""
+
+    def another(self: ProTrain, job: Job, view: View, plan: PlanBuilder) -> int | None:
+        assert job.training is not None
+        layouts = view.layout.alternatives[job.job_id]
+        return int(job.training.layout == layouts[0]) if job.training.begins_step else None
+
+    monkeypatch.setattr(ProTrain, "_other_layout", another)
+    monkeypatch.setattr("engine.loop.engine.FRUITLESS", 100)
+    words = (*JOB, "policy=protrain", LEVELS, STEPS)
+    words = (*words, whole(*words))
+    with pytest.raises(Stalled, match="last 100 plans hold no operation"):
         train("sim", *words)
 
 
@@ -136,7 +195,7 @@ UNLIKE: dict[str, Callable[[TrainingLayout], TrainingLayout]] = {
 @pytest.mark.parametrize("what", UNLIKE)
 def test_alternatives_are_of_equal_chunks_units_and_order(what: str) -> None:
     words = (*JOB, "policy=protrain", LEVELS, STEPS)
-    words = (*words, f"budget.device_bytes={2 * state_bytes(run_spec(*words))}")
+    words = (*words, whole(*words))
     found = run_spec(*words)
     (layouts,) = found.room.layout.alternatives.values()
     training = TrainingProgress(found.trainees[0].job, layouts[0])
@@ -145,6 +204,34 @@ def test_alternatives_are_of_equal_chunks_units_and_order(what: str) -> None:
         check_stages(training, (layouts[0], UNLIKE[what](layouts[1])))
     with pytest.raises(ContractError, match="without an order of tasks"):
         check_stages(TrainingProgress(training.spec), layouts)
+
+
+def test_a_job_begins_by_the_least_layout_where_its_share_holds_none() -> None:
+    words = (*JOB, "policy=protrain", LEVELS, STEPS)
+    least = min([one.peak_bytes for one in alternatives(*words)])
+    share = f"planner.device_share={0.5 * least / (2 * state_bytes(run_spec(*words))):.3f}"
+    with pytest.raises(OutOfMemory, match="short for the nearest of all configurations"):
+        run_spec(*JOB, "policy=protrain", STEPS, share, whole(*words))
+    found = run_spec(*words, share, whole(*words)).room.layout
+    (layouts,) = found.alternatives.values()
+    assert found.training == {0: layouts[-1]} and len(layouts) > 1
+
+
+def test_a_configuration_that_is_given_has_its_peak() -> None:
+    """So that it is relaid to nothing that needs as much."""
+    knobs = [f"planner.{name}={n}" for name, n in (("persistent", 1), ("buffers", 1),
+                                                   ("swaps", 0), ("checkpoints", 1))]  # fmt: skip
+    (layout,) = alternatives(*JOB, "policy=protrain", LEVELS, STEPS, *knobs)
+    assert layout.peak_bytes > 0 and layout.persistent
+
+
+def whole(*words: str) -> str:
+    return f"budget.device_bytes={2 * state_bytes(run_spec(*words))}"
+
+
+def alternatives(*words: str) -> tuple[TrainingLayout, ...]:
+    (found,) = run_spec(*words, whole(*words)).room.layout.alternatives.values()
+    return found
 
 
 @pytest.mark.parametrize("levels", [-1])

@@ -96,19 +96,23 @@ class OverTheHost(Flat):
 
 @pytest.mark.parametrize("executor", [SimExecutor, TwoLaneExecutor])
 def test_a_copy_beside_a_collective_keeps_a_share_of_its_rate(executor: type[SimExecutor]) -> None:
-    """Where cards reach each other over the host. Behind the collective it has all of it again."""
-    out, back = copies()
+    """Where cards reach each other over the host. Ahead of it and behind it copies have it all."""
+    out = copies()[0]
+    again, last = Copy(out.src, out.dst), Copy(out.src, out.dst)
     env, done = VirtualClock(), list[Span]()
     world = executor(env, OverTheHost())
-    gather = Collective(Pattern.ALL_GATHER, (), (), 100)
-    launches = [Launch(gather, nbytes=100), Launch(out, nbytes=50)]
-    for launch in (*launches, Launch(back, waits=(gather, out), nbytes=50)):
+    before, gather = Compute(()), Collective(Pattern.ALL_GATHER, (), (), 100)
+    launches = [Launch(before), Launch(gather, waits=(before,), nbytes=100)]
+    launches += [Launch(out, nbytes=50), Launch(again, waits=(before,), nbytes=50)]
+    for launch in (*launches, Launch(last, waits=(gather,), nbytes=50)):
         world.run(launch, done.append)
     env.run()
     assert {s.op: (s.start_ns, s.end_ns) for s in done} == {
-        gather: (0, 100),
-        out: (0, 200),
-        back: (200, 250),
+        before: (0, 100),
+        gather: (100, 200),
+        out: (0, 50),
+        again: (100, 300),
+        last: (300, 350),
     }
 
 

@@ -56,6 +56,24 @@ def test_plans_of_a_search_are_played_back_in_more_memory(tmp_path: Path) -> Non
     assert copies(large) != copies(first)
 
 
+def test_chunks_of_another_size_are_refused(tmp_path: Path) -> None:
+    """PatrickStar's planner chooses the size of chunks by the memory."""
+    run(tmp_path / "a", "policy=patrickstar", "budget.device_bytes=2000000", "backend=sim")
+    replay = ["policy=recorded", f"replayed={tmp_path / 'a'}", "backend=sim"]
+    with pytest.raises(ValueError, match=r"layout.json holds no layout .*chunks of other sizes"):
+        run(tmp_path / "b", *replay, "budget.device_bytes=200000000")
+
+
+def test_a_damaged_layout_is_told(tmp_path: Path) -> None:
+    run(tmp_path / "a", "policy=protrain", *PROTRAIN, "backend=sim")
+    path = tmp_path / "a" / "layout.json"
+    path.write_text(path.read_text()[:-9])
+    replay = ["policy=recorded", f"replayed={tmp_path / 'a'}", *PROTRAIN, "backend=sim"]
+    with pytest.raises(ValueError, match=r"layout.json is damaged") as caught:
+        run(tmp_path / "b", *replay)
+    assert "play plans back on" not in str(caught.value)
+
+
 def test_a_layout_of_another_job_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "a", "policy=protrain", *PROTRAIN, "backend=sim")
     replay = ["policy=recorded", f"replayed={tmp_path / 'a'}", "backend=sim"]
