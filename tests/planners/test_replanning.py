@@ -20,12 +20,16 @@ from engine.contract.progress import check_stages
 from engine.contract.rules import ContractError, Rule
 from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
+from engine.laws.check_policy import WatchedPolicy
 from engine.loop.engine import Stalled
+from engine.results.plan_log import encode
 from policies.planners.protrain import ProTrainLayout
 from policies.training.out_of_memory import OutOfMemory
 from policies.training.protrain import ProTrain
 from tandem.config.compose import composed
-from tandem.wiring.experiment import run_experiment
+from tandem.wiring.backends import backend_of
+from tandem.wiring.experiment import engine_of, run_experiment
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.pressure import CLIP, DROPOUT, JOB, LORA, TIED, Words
 from tests.training.trainings import differing, plain, run_spec, state_bytes, train
 
@@ -280,6 +284,17 @@ def test_a_job_gives_way_to_requests_and_comes_back(tmp_path: Path) -> None:
     assert len(numbers) >= 2
     assert any([later > before for before, later in pairwise(numbers)])
     assert any([later < before for before, later in pairwise(numbers)])
+
+
+def test_the_policy_is_pure_and_keeps_its_traits() -> None:
+    """Laws 6, 8 and 9, at each question of such a run."""
+    point = composed([*WORK, *ELASTIC, "backend=sim"])
+    found = run_spec_of(point)
+    watched = WatchedPolicy(found.policy)
+    with backend_of(found, point.config["backend"]) as backend:
+        engine = engine_of(replace(found, policy=watched), backend)
+        engine.replay(found.work)
+    assert watched.asked and any(['"relaid"' in encode(row[-1]) for row in engine.recorder.plans])
 
 
 @pytest.mark.slow
