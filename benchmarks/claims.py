@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import signal
 import subprocess
 import sys
 import time
@@ -190,5 +191,15 @@ def _commit() -> str:
     return f"{str(made['commit'])[:7]}{'+' if made['dirty'] else ''}" if made["commit"] else "-"
 
 
+def end_on_sigterm() -> None:
+    """Has SIGTERM end this process as an exception does: the script that runs ends with it."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +135,21 @@ def test_the_row_of_the_compiled_form_stays_where_there_is_no_compiler(
     assert claims.main([]) == 0
     rows = (here / "CLAIMS.csv").read_text().splitlines()[1:]
     assert [row.split(",")[0] for row in rows] == ["speed", "speed.compiled"]
+
+
+def test_a_claim_that_is_told_to_end_takes_its_script_along(here: Path) -> None:
+    """A script that went on would measure beside the next one."""
+    body = "    import os, pathlib, time\n    pathlib.Path('pid').write_text(str(os.getpid()))\n"
+    path = here / "kind" / "slow.py"
+    path.write_text(f'if __name__ == "__main__":\n{body}    time.sleep(600)\n')
+    told = f"import benchmarks.claims as c, pathlib; c.HERE = pathlib.Path({str(here)!r})\n"
+    told += "c.end_on_sigterm(); c.main(['slow', '--dry-run'])"
+    running = subprocess.Popen([sys.executable, "-c", told], cwd=Path(__file__).parents[2])
+    kept = here.parent / "pid"
+    while not kept.is_file() or not kept.read_text():
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.terminate()
+    assert running.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(kept.read_text()), 0)
