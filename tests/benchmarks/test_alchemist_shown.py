@@ -56,6 +56,7 @@ SHOWN = {
     "alchemist_share, alchemist_delay, alchemist_link": (
         f"{FIGURES}::test_the_ends_of_each_axis_compose"
     ),
+    "99 % of the tokens stay in time at 80 % load": "benchmarks/coserving/records_give_way.py",
     "published figures of Alchemist": "benchmarks/coserving/alchemist_published.py",
 }
 UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
@@ -63,7 +64,6 @@ ABSENT = {
     "speed-up at recorded shares 5 %, 1.3 at .9": UNMEASURED.format("record_reuse"),
     "cost of recording 3 %; bytes of record-all": UNMEASURED.format("recording_cost"),
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
-    "99 % of the tokens stay in time at 80 % load": UNMEASURED.format("records_give_way"),
     "to the bit with a whole record": (
         "a record is computed with the prompt's other rows, and the last prompt token with the "
         "answer's: products of other shapes, which round differently"
