@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 TABLE = HERE / "CLAIMS.csv"
 PAGE = HERE / "CLAIMS.md"
 VERDICTS = ("pass", "fail")
+IN_PARTS = "return measured_in_parts("  # of cases.py: takes --quick, --keep and --only
 COMPILED = ".compiled"  # suffix of a script's name: judged on the build
 TIMEOUT_S = 14_400  # claims of fidelity discard runs while the machine drifts
 HEAD = """# Claims
@@ -67,6 +68,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown := set(chosen.names) - {script.stem for script in known}:
         names = ", ".join(script.stem for script in known)
         parser.error(f"no claim {', '.join(sorted(unknown))} here; there are {names}")
+    parts = {script.stem for script in known if takes(read(script), "--only")}
+    if chosen.only and not (chosen.names and parts.issuperset(chosen.names)):
+        parser.error(f"--only: name a claim of several cases: {', '.join(sorted(parts))}")
     claims, where = [], origin()
     for script, form in forms(known):
         if not chosen.names or script.stem in chosen.names:
@@ -88,16 +92,26 @@ def scripts(needs_gpu: bool = False) -> list[Path]:
     return [path for path in found if _is_claim(path) and path.stem.startswith("gpu_") == needs_gpu]
 
 
+def read(script: Path) -> str:
+    """The text of a script."""
+    return script.read_text(encoding="utf-8")
+
+
 def _is_claim(path: Path) -> bool:
-    return '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    return '__name__ == "__main__"' in read(path)
 
 
 def forms(found: Iterable[Path]) -> Iterator[tuple[Path, str]]:
     """Each script as it is, and again on the build if it prints its form and there can be one."""
     for script in found:
         yield script, ""
-        if "form()" in script.read_text(encoding="utf-8") and missing() is None:
+        if "form()" in read(script) and missing() is None:
             yield script, COMPILED
+
+
+def takes(text: str, option: str) -> bool:
+    """Whether a script takes an option: it names it, or leaves its command line to IN_PARTS."""
+    return f'"{option}"' in text or IN_PARTS in text
 
 
 def carried_out(
@@ -108,12 +122,12 @@ def carried_out(
     only: Sequence[str] = (),
 ) -> tuple[Claim, str]:
     """Runs one script; returns its claim, and its output under its command line."""
-    text, name = script.read_text(encoding="utf-8"), f"{script.stem}{form}"
+    text, name = read(script), f"{script.stem}{form}"
     words = [sys.executable, *(["-m", "tandem.compiled"] if form else [])]
     words += ["-m", f"benchmarks.{script.parent.name}.{script.stem}"]
-    words += ["--quick"] if is_quick and "--quick" in text else []
-    words += ["--keep", str(keep / script.stem)] if keep and '"--keep"' in text else []
-    words += ["--only", *only] if only and '"--only"' in text else []
+    words += ["--quick"] if is_quick and takes(text, "--quick") else []
+    words += ["--keep", str(keep / script.stem)] if keep and takes(text, "--keep") else []
+    words += ["--only", *only] if only and takes(text, "--only") else []
     began = time.perf_counter()
     try:
         done = subprocess.run(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,32 @@ def test_rows_that_were_not_run_again_stay_and_vanished_ones_go(here: Path) -> N
     assert claims.main(["three"]) == 0
     rows = (here / "CLAIMS.csv").read_text().splitlines()[1:]
     assert [row.split(",")[0] for row in rows] == ["one", "three"]
+
+
+@pytest.mark.parametrize("name", ["coserving_fidelity", "fidelity_command", "feedback_fidelity"])
+def test_a_claim_in_parts_is_given_its_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = next(path for path in claims.scripts() if path.stem == name)
+    module = import_module(f"benchmarks.{path.parent.name}.{name}")
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit):
+        module.main()
+    told = capsys.readouterr().out
+    for option in ("--quick", "--keep", "--only"):
+        assert option in told and claims.takes(claims.read(path), option)
+
+
+def test_one_case_of_a_claim_that_has_none_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script(here, "good", "error 0.5 % 2 pass", 0)
+    body = 'def main():\n    return measured_in_parts(1)\nif __name__ == "__main__":\n    main()\n'
+    (here / "kind" / "parts.py").write_text(body)
+    for words in (["good"], ["good", "parts"], []):
+        with pytest.raises(SystemExit):
+            claims.main([*words, "--only", "a"])
+        assert "name a claim of several cases: parts" in capsys.readouterr().err
 
 
 def test_gpu_claims_are_left_to_a_gpu(here: Path) -> None:
