@@ -235,11 +235,11 @@ class PlanCheck:
         if room < 0 or (lead + 1 < n and not _are_distinct(slices, lead)):
             return False
         for i in range(lead, n):
-            piece: Any = slices[i]  # compiled, what is known to be an int is one: also True
-            place = writes[i]
+            piece, place = slices[i], writes[i]
+            given: Any = piece  # compiled, what is known to be an int is one: also True
             if type(piece) is not Slice or piece[2:] != WHOLE or place in self._filled:
                 return False
-            job, tokens = piece[0], piece[1]
+            job, tokens = piece.job, given[1]
             number, table = job.job_id, self._tables.get(place)
             if self._jobs.get(number) is not job or job.training is not None:
                 return False

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from engine.contract.rules import ContractError, Rule
 from engine.loop import engine
 from models.spec import ModelSpec
 from policies.composed import Composed
@@ -27,6 +28,8 @@ from sim.foreign.kernel_profile import KernelProfileCost, Skew
 from sim.foreign.vidur import BY_SHAPE, NORMS, ONCE, VidurCost
 from tandem import compiled
 from tandem.sweeps.point import code_version
+from tests.support.fault_cases import lie, random_case
+from tests.support.faults import FAULTS
 from tests.support.jumps import Shaped, simulated
 from tests.support.replays import MEMORY, SCHEDULING, random_requests
 
@@ -36,7 +39,17 @@ OPEN = "from tests.laws.test_compiled import tell; tell()"
 
 def tell() -> None:
     """Prints the form of this process, what sweeps know its code by, and hashes of its runs."""
-    print(compiled.form(), code_version(), *digests(), sep="\n")
+    print(compiled.form(), code_version(), *refusals(), *digests(), sep="\n")
+
+
+def refusals() -> Iterator[str]:
+    """Each lie about a count of tokens, told in serving, and how often it was refused."""
+    case = random_case(7, "serving")
+    for name, fault in FAULTS.items():
+        if Rule.TOKENS in fault.rules:
+            told = [lie(case, fault, at, at) for at in range(0, 40, 2)]
+            lies = [one for one in told if one.lies]
+            yield f"{name}: {sum(isinstance(one.error, ContractError) for one in lies)}/{len(lies)}"
 
 
 def digests() -> Iterator[str]:
@@ -102,7 +115,11 @@ def test_both_forms_give_the_same_tables() -> None:
     ]
     assert [lines[0] for lines in told] == ["interpreted", "compiled"]
     assert told[0][1:] == told[1][1:]
-    assert len({line.split()[-1] for line in told[0][2:]}) > 20, "the runs are not all alike"
+    refused = [line.split(": ")[1].split("/") for line in told[0] if ": " in line]
+    assert sum(int(lies) for _, lies in refused) > 100
+    assert all(count == lies for count, lies in refused), told[0]
+    hashes = {line.split()[-1] for line in told[0][2 + len(refused) :]}
+    assert len(hashes) > 20, "the runs are not all alike"
 
 
 def test_without_a_compiler_one_line_says_so(
