@@ -46,7 +46,7 @@ WHERE: dict[Rule, tuple[str, ...]] = {  # kinds of replays in which a rule appli
     Rule.COPY: ("swap", "serving", "training"),
     Rule.ADAPTER: ("adapters",),
     Rule.RECORD: ("adapters", "serving"),
-    Rule.TIER: ("swap", "training", "group"),
+    Rule.TIER: ("adapters", "adapters", "swap", "shared", "group"),
     Rule.TRAINING_ORDER: TRAINS,
     Rule.TRAINING_PLACES: TRAINS,
     Rule.TRAINING_CONTENTS: TRAINS,
@@ -88,7 +88,7 @@ def judged(told: Told, honest: dict[str, Any]) -> tuple[str, str]:
             return "WRONG", f"policy, step or rule is not named: {text}"
         if "\n" in text:
             return "WRONG", f"more than a line: {text}"
-        if fault.is_written and "faults.py:" not in text:
+        if fault.is_written and "answers.py:" not in text:
             return "WRONG", f"the line that wrote is not named: {text}"
         if told.differs:
             return "WRONG", f"the books differ in {told.differs}: {text}"

@@ -271,7 +271,7 @@ class PagedAllocation:
         resident = self._view.layout.places.items()
         weights = sum([nbytes for place, nbytes in resident if place.pool == self._pool])
         page, pool_bytes = self._view.page.nbytes, self._view.capacity_bytes[self._pool] - weights
-        return int(share * pool_bytes / page) * page
+        return int(share * max(0, pool_bytes) / page) * page  # a share may be less than the weights
 
     def _whole_bytes(self, job: Job, need: int) -> int:
         """Bytes that must find room for a job to be admitted."""

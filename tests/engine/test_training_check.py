@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +16,10 @@ from engine.contract.job import Job
 from engine.contract.layout import Layout, Mode
 from engine.contract.plan import (
     HOST_LANE,
-    Collective,
     Compute,
     Copy,
     Free,
     Grow,
-    Pattern,
     Plan,
     Slice,
 )
@@ -36,7 +34,6 @@ from engine.contract.regions import (
     Kind,
     Place,
     Region,
-    Tier,
     Work,
     gathered,
     gradient,
@@ -61,7 +58,6 @@ from engine.results.recorder import Recorder
 from policies.composed import Composed
 from policies.planners.unit_chunks import UnitChunks
 from policies.training.all_on_device import AllOnDevice
-from policies.training.patrickstar import PatrickStar
 from policies.training.training_order import TrainingOrder
 from policies.training.zero3_offload import Zero3Offload
 from policies.training.zero_offload import ZeroOffload
@@ -69,6 +65,40 @@ from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import run_spec_of
+from tests.engine.training_worlds import (
+    CLIPPED,
+    CLIPS,
+    DEVICE,
+    GPU,
+    GROUP,
+    HOST,
+    OFFLOADING,
+    RECOMPUTING,
+    REUSING,
+    REUSING_GROUP,
+    STAYING,
+    TWICE,
+    UNITS,
+    B,
+    F,
+    Fault,
+    Lying,
+    Ops,
+    U,
+    World,
+    at,
+    before,
+    behind,
+    books_of,
+    gathers,
+    is_task,
+    less,
+    never,
+    other,
+    piece,
+    refused,
+    without,
+)
 from tests.support.offload import MEMORIES, NO_PAGES, ROOMY, job_of, shape_of
 from tests.support.replays import Replay, ToyExecutor
 from tests.support.strategies import cases
@@ -77,202 +107,6 @@ from tests.training.trainings import SMALL
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
-F, B, U = Work.FORWARD, Work.BACKWARD, Work.UPDATE
-GPU, HOST = Tier.GPU, Tier.HOST
-UNITS = 5
-CLIPS = Recipe(clip_norm=1.0)
-Ops = list[Any]
-Fault = Callable[[Plan, View], Ops | Plan | None]  # None: the plan is left as it is
-
-
-@dataclass
-class Lying:
-    """A policy whose plans are those of another, but for a fault."""
-
-    policy: Any
-    fault: Fault
-    books: tuple[Any, ...] = ()  # before the last plan
-    told: int = 0  # plans that were changed
-
-    def plan(self, view: View) -> Plan:
-        plan = self.policy.plan(view)
-        self.books = books(view)
-        wrong = self.fault(plan, view)
-        if wrong is None:
-            return plan
-        self.told += 1
-        return wrong if isinstance(wrong, Plan) else Plan(tuple(wrong))
-
-
-def books(view: View) -> tuple[Any, ...]:
-    """All that a refused plan must leave as it is."""
-    jobs = [job for job in (*view.training, *view.waiting) if job.training is not None]
-    return (
-        dict(view.held_bytes),
-        dict(view.written),
-        dict(view.free_bytes),
-        [progress(job.training) for job in jobs if job.training is not None],
-        view.issued,
-    )
-
-
-def progress(training: TrainingProgress) -> tuple[Any, ...]:
-    done = [[*map(list, training.frontier(k))] for k in training.microbatches]
-    return training.step, dict(training.updated), done
-
-
-def books_of(engine: Engine, issued: int) -> tuple[Any, ...]:
-    jobs = [job for job in (*engine.state.jobs.training, *engine.state.jobs.waiting)]
-    return (
-        dict(engine.ledger.held_bytes),
-        dict(engine.ledger.written),
-        engine.ledger.free_bytes(),
-        [progress(job.training) for job in jobs if job.training is not None],
-        issued,
-    )
-
-
-@dataclass(frozen=True)
-class World:
-    """A small job under a policy, in memory that has room for all."""
-
-    memory: Any = field(default_factory=Zero3Offload)
-    mode: Mode = Mode.KEEP
-    tied: bool = False
-    ranks: int = 1
-    shards: bool = True
-    tasks: int = 1
-    adapters: bool = False
-    job: dict[str, Any] = field(default_factory=dict)
-
-    def engine(self, fault: Fault) -> tuple[Engine, Lying, TrainingJob]:
-        shape = shape_of(random.Random(7), tied=self.tied, adapters=self.adapters)
-        job = job_of(shape, ranks=self.ranks, **self.job)
-        capacity = {(GPU, 0): ROOMY, (HOST, 0): ROOMY}
-        planner = UnitChunks(self.mode, shards=self.shards)
-        layout = planner.prepare({0: shape}, [job], capacity)
-        env = VirtualClock()
-        policy = Lying(Composed(TrainingOrder(self.tasks), self.memory), fault)
-        engine = Engine(
-            env, policy, ToyExecutor(env), capacity, NO_PAGES, layout=layout, recorder=Recorder()
-        )
-        return engine, policy, job
-
-
-def refused(world: World, fault: Fault) -> ContractError:
-    """The error that a fault ends with; nothing has changed by then."""
-    engine, policy, job = world.engine(fault)
-    with pytest.raises(ContractError) as caught:
-        engine.replay([job])
-    assert policy.told, "the plan was changed"
-    assert policy.books == books_of(engine, policy.books[-1])
-    engine.ledger.conserved()
-    assert "\n" not in str(caught.value)
-    return caught.value
-
-
-# ---- faults
-def is_task(op: Any, work: Work, part: int, again: bool = False) -> bool:
-    if not isinstance(op, Compute) or op.again is not again:
-        return False
-    piece = op.slices[0]
-    return piece.work is work and piece.layers == range(part, part + 1)
-
-
-def at(
-    work: Work,
-    part: int,
-    change: Callable[[Compute], Sequence[Any]],
-    again: bool = False,
-    k: int = 0,
-) -> Fault:
-    """A fault that puts other operations where a launch of microbatch k or later was."""
-
-    def fault(plan: Plan, view: View) -> Ops | None:
-        for i, op in enumerate(plan.ops):
-            if is_task(op, work, part, again) and op.slices[0].microbatch >= k:
-                return [*plan.ops[:i], *change(op), *plan.ops[i + 1 :]]
-        return None
-
-    return fault
-
-
-def other(op: Compute, **fields: Any) -> Compute:
-    given = {
-        "slices": op.slices,
-        "reads": op.reads,
-        "writes": op.writes,
-        "device": op.device,
-        "on": op.on,
-        "again": op.again,
-        "after": op.after,
-    }
-    return Compute(**{**given, **fields})
-
-
-def piece(op: Compute, **fields: Any) -> Sequence[Any]:
-    """A launch like this one, of another slice."""
-    return (other(op, slices=(op.slices[0]._replace(**fields),)),)
-
-
-def without(kind: Kind, slot: int | None = None, low: int = 0, high: int = 99) -> Any:
-    """A launch like this one that does not name places of a kind."""
-
-    def change(op: Compute) -> Sequence[Any]:
-        def is_named(place: Place) -> bool:
-            _, own, part, number = place.region
-            is_meant = own is kind and (slot is None or number == slot) and low <= part < high
-            return not is_meant
-
-        found = other(
-            op, reads=tuple(filter(is_named, op.reads)), writes=tuple(filter(is_named, op.writes))
-        )
-        assert (found.reads, found.writes) != (op.reads, op.writes), "it names some"
-        return (found,)
-
-    return change
-
-
-def before(*ops: Any) -> Callable[[Compute], Sequence[Any]]:
-    return lambda op: (*ops, op)
-
-
-def behind(*ops: Any) -> Callable[[Compute], Sequence[Any]]:
-    return lambda op: (op, *ops)
-
-
-def less(place: Place) -> Fault:
-    """A place begins with a byte less than it needs."""
-
-    def fault(plan: Plan, view: View) -> Ops | None:
-        ops = [
-            Grow(op.place, op.nbytes - 1) if isinstance(op, Grow) and op.place == place else op
-            for op in plan.ops
-        ]
-        return ops if ops != [*plan.ops] else None
-
-    return fault
-
-
-def never(is_meant: Callable[[Any], bool]) -> Fault:
-    """Operations that are left out of all plans."""
-
-    def fault(plan: Plan, view: View) -> Ops | None:
-        ops = [op for op in plan.ops if not is_meant(op)]
-        return ops if len(ops) < len(plan.ops) else None
-
-    return fault
-
-
-DEVICE = World(AllOnDevice())
-CLIPPED = World(AllOnDevice(), job={"recipe": CLIPS})
-OFFLOADING = World(Zero3Offload(), Mode.OFFLOAD)
-RECOMPUTING = World(Zero3Offload(), Mode.RECOMPUTE)
-TWICE = World(AllOnDevice(), tied=True, job={"microbatches": 2})
-GROUP = World(Zero3Offload(), ranks=4)
-COPIES = World(ZeroOffload(), ranks=4, shards=False)
-REUSING = World(PatrickStar(reuses_gradients=True), job={"recipe": Recipe(dtype="bfloat16")})
-REUSING_GROUP = replace(REUSING, ranks=4)
 ACT, BUF = Kind.ACTIVATION, Kind.BUFFER
 
 NAMELESS: dict[str, tuple[World, Fault]] = {
@@ -434,14 +268,6 @@ def fetches(op: Any, chunk: int) -> bool:
     return isinstance(op, Copy) and op.src == weight(0, chunk, HOST)
 
 
-def gathers(op: Any) -> bool:
-    return isinstance(op, Collective) and op.pattern is Pattern.ALL_GATHER
-
-
-def reduces(op: Any) -> bool:
-    return isinstance(op, Collective) and not gathers(op)
-
-
 def begins_instead(plan: Plan, view: View) -> Ops | None:
     """The norm on the host begins there, but is not copied there."""
     away = norm(0, HOST)
@@ -458,7 +284,6 @@ def begun_anew(place: Place) -> Callable[[Compute], Sequence[Any]]:
     return before(Free(place), Grow(place, 999))
 
 
-STAYING = World(Zero3Offload(persistent_bytes=1 << 20), ranks=4)
 CONTENTS: dict[str, tuple[World, Fault]] = {
     "old weights": (
         World(ZeroOffload()),
@@ -526,97 +351,6 @@ def test_a_copy_keeps_its_region_and_replaces_nothing_newer(name: str) -> None:
     assert error.rule is Rule.COPY, error
 
 
-# ---- groups
-def changed(is_meant: Callable[[Any], bool], **fields: Any) -> Fault:
-    """A collective with other fields."""
-
-    def fault(plan: Plan, view: View) -> Ops | None:
-        for i, op in enumerate(plan.ops):
-            if is_meant(op):
-                given = {"pattern": op.pattern, "reads": op.reads, "writes": op.writes}
-                given |= {"nbytes": op.nbytes, "device": op.device, **fields}
-                return [*plan.ops[:i], Collective(**given), *plan.ops[i + 1 :]]
-        return None
-
-    return fault
-
-
-def last(is_meant: Callable[[Any], bool]) -> Fault:
-    """Collectives at the end of their plans."""
-
-    def fault(plan: Plan, view: View) -> Ops | None:
-        rest, moved = [x for x in plan.ops if not is_meant(x)], [*filter(is_meant, plan.ops)]
-        return [*rest, *moved] if [*rest, *moved] != [*plan.ops] else None
-
-    return fault
-
-
-def twice(is_meant: Callable[[Any], bool]) -> Fault:
-    def fault(plan: Plan, view: View) -> Ops | None:
-        for i, op in enumerate(plan.ops):
-            if is_meant(op):
-                again = Collective(op.pattern, op.reads, op.writes, op.nbytes, op.device)
-                return [*plan.ops[: i + 1], again, *plan.ops[i + 1 :]]
-        return None
-
-    return fault
-
-
-def first_gathers(plan: Plan, view: View) -> Ops | None:
-    """Weights that stay are gathered before the new ones have come from the host."""
-    found = sorted(plan.ops, key=lambda op: 0 if not _renews(op) else 1 if gathers(op) else 2)
-    is_renewing = any(map(gathers, plan.ops)) and any(is_task(op, U, 4) for op in plan.ops)
-    return found if is_renewing else None
-
-
-def _renews(op: Any) -> bool:
-    return gathers(op) or (isinstance(op, Copy) and op.src.region.kind is Kind.WEIGHT)
-
-
-ALONE = Collective(Pattern.ALL_GATHER, (weight(0, 1),), (weight(0, 1),), 40)
-EARLY = Collective(Pattern.REDUCE_SCATTER, (unreduced(0, 0),), (gradient(0, 0),), 40)
-EXCHANGED: dict[str, tuple[World, Fault]] = {
-    "fewer bytes gathered": (GROUP, changed(gathers, nbytes=4)),
-    "fewer bytes reduced": (GROUP, changed(reduces, nbytes=4)),
-    "another pattern": (GROUP, changed(reduces, pattern=Pattern.ALL_REDUCE)),
-    "no pattern": (GROUP, changed(reduces, pattern="reduce")),
-    "a gather that reduces": (GROUP, changed(gathers, pattern=Pattern.ALL_REDUCE)),
-    "a reduction that gathers": (GROUP, changed(reduces, pattern=Pattern.ALL_GATHER)),
-    "of another chunk": (GROUP, changed(gathers, reads=(weight(0, 3),))),
-    "into the weights": (GROUP, changed(reduces, writes=(weight(0, 4),))),
-    "of nothing": (GROUP, changed(reduces, reads=(), writes=())),
-    "no reduction": (GROUP, never(reduces)),
-    "no sum of copies": (COPIES, never(reduces)),
-    "reduced twice": (GROUP, twice(reduces)),
-    "summed twice": (COPIES, twice(reduces)),
-    "reduced too early": (
-        replace(GROUP, tied=True),
-        at(B, 1, lambda op: (op, Grow(gradient(0, 0), 999), EARLY)),
-    ),
-    "summed behind its copy": (COPIES, last(reduces)),
-    "reduced behind its gradients' end": (GROUP, last(reduces)),
-    "old weights gathered": (STAYING, first_gathers),
-    "too little room": (GROUP, less(gathered(0, 2))),
-    "reused, no reduction": (REUSING_GROUP, never(reduces)),
-    "reused, gathered over": (
-        REUSING_GROUP,
-        at(B, 2, behind(Collective(Pattern.ALL_GATHER, (weight(0, 2),), (gathered(0, 2),), 40))),
-    ),
-    "alone": (DEVICE, at(F, 1, before(ALONE))),
-    "of a job that is none": (
-        DEVICE,
-        at(F, 1, before(Collective(Pattern.ALL_GATHER, (weight(7, 1),), (weight(7, 1),), 40))),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EXCHANGED)
-def test_a_collective_is_what_the_group_says_and_when(name: str) -> None:
-    error = refused(*EXCHANGED[name])
-    assert error.rule is Rule.EXCHANGE, error
-
-
-# ---- the rest
 def forged(op: Compute) -> Sequence[Any]:
     job = op.slices[0].job
     assert job.training is not None
@@ -631,7 +365,6 @@ REST: dict[str, tuple[World, Rule, Fault]] = {
     ),
     "an invented lane": (DEVICE, Rule.LANE, at(F, 2, lambda op: (other(op, on="second"),))),
     "another device": (DEVICE, Rule.DEVICE, at(F, 2, lambda op: (other(op, device=1),))),
-    "a collective elsewhere": (GROUP, Rule.DEVICE, changed(gathers, device=1)),
     "a job made up": (DEVICE, Rule.JOB, at(F, 1, forged)),
     "no slice": (DEVICE, Rule.ANSWER, at(F, 1, lambda op: (other(op, slices=(None,)),))),
     "a restart": (
@@ -699,7 +432,6 @@ def training_of(job: Job) -> TrainingProgress:
         FREED["saved"],
         CONTENTS["saved of nothing"],
         COPIED["old weights over new ones"],
-        EXCHANGED["reduced twice"],
     ],
 )
 def test_a_plan_of_many_tasks_is_read_to_its_fault(case: tuple[World, Fault], tasks: int) -> None:

@@ -23,7 +23,7 @@ def refused(name: str, backend: str) -> None:
     assert "\n" not in line
     assert re.match(rf"policy Liar \(\S+\.py:\d+\), step {error.step}, ", line), line
     assert error.policy == "Liar" and line.endswith(f"(rule: {error.rule})")
-    assert not lie.is_written or "faults.py:" in error.at, line
+    assert not lie.is_written or "answers.py:" in error.at, line
     assert told.differs == "", "the books are as before the plan"
     assert name in TRAINED or told.finished < len(told.engine.recorder.outcomes)
 

@@ -105,3 +105,16 @@ def test_protrain_plans_for_its_share_of_the_memory(share: float, tmp_path: Path
     rows = load(tmp_path / "run").memory
     trained = rows[["gradient_bytes", "optimizer_bytes", "activation_bytes"]].sum(axis=1)
     assert 0 < trained[rows["tier"].eq("gpu")].max() <= share * capacity
+
+
+def test_a_share_of_serving_that_is_less_than_the_weights_fails_no_plan(tmp_path: Path) -> None:
+    """The watermark of pages is a share of what the weights leave, and none where they leave none.
+
+    Beside frozen weights that are counted as serving's, little or nothing is left for pages.
+    """
+    words = ["experiment=breathing_kv", "policy=time_shared_protrain", "training.num_steps=20"]
+    metrics = run_experiment(
+        composed([*words, "memory.device_share=0.7", "limit=12"]), tmp_path / "r"
+    )
+    assert metrics["train_steps"] == 20
+    assert metrics["num_finished"] + metrics["num_refused"] == 12
