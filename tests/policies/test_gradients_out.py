@@ -14,6 +14,7 @@ from policies.training.fsdp2_offload import Fsdp2Offload
 from policies.training.streaming import GRADIENTS_OUT
 from policies.training.zero3_offload import Zero3Offload
 from policies.training.zero_offload import ZeroOffload
+from tandem.config.compose import composed
 from tests.support import offload
 from tests.support.offload import duration_ns, job_of, laid_out, launches, run, shape_of
 from tests.support.replays import Replay
@@ -67,3 +68,12 @@ def test_plan_logs_keep_what_a_launch_waits_for() -> None:
 def test_fewer_than_none_is_refused() -> None:
     with pytest.raises(ValueError, match="gradients_out is -1, not at least 0"):
         Zero3Offload(gradients_out=-1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting"),
+    [("protrain", "memory"), ("time_shared_protrain", "memory.training")],
+)
+def test_the_planner_counts_what_its_memory_policy_leaves_out(policy: str, setting: str) -> None:
+    words = ["training=random", f"policy={policy}", f"{setting}.gradients_out=5"]
+    assert composed(words).config["planner"]["gradients_out"] == 5
