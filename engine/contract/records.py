@@ -92,13 +92,24 @@ def record_places(record: Record, device: int) -> tuple[Place, ...]:
     Returns:
         Places in the order of the units, of each window by window; held there or not.
     """
-    return _places_of(record.request, record.firsts, record.units, device)
+    return window_places(record.request, record.firsts, record.units, device)
 
 
 @lru_cache(maxsize=1 << 10)
-def _places_of(
+def window_places(
     request: int, firsts: tuple[int, ...], units: tuple[int, ...], device: int
 ) -> tuple[Place, ...]:
+    """Where windows of a request are kept.
+
+    Args:
+        request: the request.
+        firsts: the first tokens of the windows.
+        units: that keep them.
+        device: the device.
+
+    Returns:
+        Places in the order of the units, of each window by window.
+    """
     return tuple(
         [kept(request, unit, device=device, first=first) for unit in units for first in firsts]
     )

@@ -241,6 +241,18 @@ def untold(job: Job) -> int | None:
     return None
 
 
+def unissued(op: Op) -> Launch:
+    """An operation of no view is in flight.
+
+    Args:
+        op: any operation.
+
+    Raises:
+        LookupError: always.
+    """
+    raise LookupError(f"{op!r} is not in flight")
+
+
 class ServiceWeights(NamedTuple):
     """What a token adds to the service of its tenant (`View.service`): a virtual token counter.
 
@@ -301,6 +313,7 @@ class View:
             sample under way is not among them.
         feedback: by tenant, how many answers have got feedback so far; kept where requests run
             through adapters.
+        launch_of: an operation of `in_flight` as it was issued, for `Cost.launch_ns`.
     """
 
     now_ns: int
@@ -328,6 +341,7 @@ class View:
     adapters: Mapping[str, AdapterVersion] | None = None
     records: Mapping[int, Record] | None = None
     feedback: Mapping[str, FeedbackCount] | None = None
+    launch_of: Callable[[Op], Launch] = unissued
 
     def __repr__(self) -> str:
         return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"

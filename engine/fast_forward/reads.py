@@ -14,6 +14,7 @@ from pickle import Pickler
 from types import FunctionType, ModuleType
 from typing import Any
 
+from engine.contract.executor import Launch
 from engine.contract.job import ALONE, Job
 from engine.contract.plan import Compute, Op, Plan, Slice
 from engine.contract.records import FeedbackCount
@@ -281,6 +282,7 @@ class SeenView(View):
         first_token_ns: Callable[[Job], int | None] = _noted("first_token_ns")
         records: Mapping[int, Record] | None = _noted("records")
         feedback: Mapping[str, FeedbackCount] | None = _noted("feedback")
+        launch_of: Callable[[Op], Launch] = _noted("launch_of")
 
     @classmethod
     def of(cls, view: View, reads: SeenReads) -> SeenView:

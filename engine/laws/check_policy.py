@@ -35,6 +35,7 @@ ANSWERS = (
     "kept_pages",
     "reads",
     "first_token_ns",
+    "launch_of",
 )  # functions: they hold nothing to write to
 SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
 TOKENS = ("known_tokens", "computed_tokens")

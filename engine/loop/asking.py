@@ -288,6 +288,7 @@ class Asking:
             None if state.adapters is None else state.adapters.newest,
             state.records.records,
             state.records.feedback,
+            state.in_flight.launch_of,
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:

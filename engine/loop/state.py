@@ -177,6 +177,10 @@ class InFlight:
         """An operation is in flight."""
         self._issued_ops[issued.launch.op] = issued
 
+    def launch_of(self, op: Op) -> Launch:
+        """An operation in flight as it was issued. LookupError where it has ended."""
+        return self._issued_ops[op].launch
+
     def pop(self, op: Op) -> IssuedOp:
         """An operation has ended; returns what was known of it."""
         return self._issued_ops.pop(op)

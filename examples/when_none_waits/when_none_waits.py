@@ -14,7 +14,6 @@ from engine.contract.view import View
 from policies.sharing.coserve import beside_windows, first_with_work
 from policies.sharing.temporal import next_turn
 from policies.sharing.time_shared import side_of
-from policies.training.cycle import training_jobs
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class WhenNoneWaits:
     def batch(self, view: View) -> tuple[Slice, ...]:
         requests = side_of(view, trains=False)
         serves = tuple(self.serving.batch(requests))
-        job = first_with_work(training_jobs(view))
+        job = first_with_work(view)
         if job is None or requests.waiting:
             return serves
-        return (*serves, *next_turn(job, self.window_tokens, backward_layers=1))
+        return (*serves, *next_turn(job, view, self.window_tokens, backward_layers=1))

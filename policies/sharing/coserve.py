@@ -84,17 +84,17 @@ class CoServe:
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
-        job = first_with_work(training_jobs(view), view.service)
+        job = first_with_work(view)
         if job is None:
             return serves
         left = self.token_budget - sum([piece.tokens for piece in serves])
-        return (*serves, *self._trains(job, left))
+        return (*serves, *self._trains(job, view, left))
 
-    def _trains(self, job: Job, left: int) -> tuple[Slice, ...]:
+    def _trains(self, job: Job, view: View, left: int) -> tuple[Slice, ...]:
         """The update that is due, and a window forward or back."""
         training = job.training
         assert training is not None
-        update, microbatch = due_update(job, training)
+        update, microbatch = due_update(job, view)
         if microbatch is None or not training.is_released(microbatch):
             return update
         total, units = training.spec.tokens_of(microbatch), training.spec.num_units
@@ -141,22 +141,30 @@ def beside_windows(serving: Traits, step_tokens: int) -> Traits:
     )
 
 
-def first_with_work(jobs: Iterable[Job], service: Mapping[str, float] | None = None) -> Job | None:
+def first_with_work(view: View) -> Job | None:
     """The finetuning job that goes on.
 
     Args:
-        jobs: jobs that train, in the order of their arrival.
-        service: the counters of tenants, see `View.service`; None: none are kept.
+        view: what the policy was shown; its `service` has the counters of tenants, if any are kept.
 
     Returns:
-        Of the jobs whose update is due, or whose next sample is there, the first one; None without
-        one. With counters it is the job that is at a sample, or has its update due, and else the
-        first of the tenant with the smallest counter: so one sample holds memory at a time.
+        Of the jobs whose update is due, or whose next sample is there, the one that is at a sample,
+        or has its update due: so one sample holds memory at a time. Else the first of the tenant
+        with the smallest counter, without counters the first one. None without a job.
     """
-    ready = [job for job in jobs if _has_work(job)]
-    if service is None or not ready:
-        return ready[0] if ready else None
-    return min(ready, key=lambda job: (not _has_begun(job), service.get(job.tenant, 0.0)))
+
+    def order(job: Job) -> tuple[bool, float]:
+        return not _has_begun(job), _service(job, view)
+
+    return min(_with_work(view), key=order, default=None)
+
+
+def _with_work(view: View) -> list[Job]:
+    return [job for job in training_jobs(view) if _has_work(job)]
+
+
+def _service(job: Job, view: View) -> float:
+    return (view.service or {}).get(job.tenant, 0.0)
 
 
 def _has_work(job: Job) -> bool:
@@ -190,24 +198,27 @@ def units_back(training: TrainingProgress, microbatch: int, most: int) -> range:
     return range(max(training.first, top + 1 - most), top + 1)
 
 
-def due_update(job: Job, training: TrainingProgress) -> tuple[tuple[Slice, ...], int | None]:
+def due_update(job: Job, view: View) -> tuple[tuple[Slice, ...], int | None]:
     """The update that ends a step, and the sample behind it.
 
     Args:
-        job: a finetuning job.
-        training: its progress.
+        job: the finetuning job that goes on.
+        view: what the policy was shown.
 
     Returns:
         () or the slice of the update; and the microbatch of the sample that is next. None behind
-        the last step, and where the next sample may start behind a record: how old that is, is told
-        behind the update.
+        the last step; where it is another job's turn; and where the next sample may start behind a
+        record: how old that is, is told behind the update.
     """
+    training = job.training
+    assert training is not None, "a job that finetunes"
     if (microbatch := training.sample) is not None:
         return (), microbatch
     last, chunks = training.microbatches[-1], range(len(training.trained_by))
     is_over = training.step + 1 >= training.spec.num_steps
     if not is_over and training.is_released(last + 1):
         is_over = training.adoptable(last + 1) is not None
+    is_over = is_over or min(_with_work(view), key=lambda one: _service(one, view)) is not job
     return (Slice(job, 1, Work.UPDATE, chunks, last),), None if is_over else last + 1
 
 
@@ -553,11 +564,9 @@ class HeldSamples:
         freed = {} if self._records is None else dict(self._records.freed)
         if not own and not freed:
             return side_of(view, trains=False), plan
-        nbytes, free = Counter[Pool](), Counter(view.free_bytes)
-        for place, size in own.items():
-            nbytes[place.pool] += size
-        for place, size in (*own.items(), *freed.items()):
-            free[place.pool] += size
+        nbytes, free = by_pool(own), Counter(view.free_bytes)
+        free.update(nbytes)
+        free.update(by_pool(freed))
         held = Without(view.held_bytes, own.keys() | freed.keys())
         shown = side_of(view, trains=False, held_bytes=held, free_bytes=free)
         share = {pool: plan.room(pool) + count for pool, count in nbytes.items()}
@@ -574,7 +583,7 @@ class HeldSamples:
 
     def _make_room(self, pool: Pool, nbytes: int) -> None:
         while self._plan.room(pool) < nbytes:
-            if self._records is not None and self._records.give_way(pool):
+            if self._records is not None and self._records.give_way(pool, at_once=True):
                 continue
             if not self._jobs:
                 return
@@ -586,6 +595,21 @@ class HeldSamples:
             self._plan.free(place)
         self._plan.restart(job)
         self.restarted.add(job.job_id)
+
+
+def by_pool(nbytes: Mapping[Place, int]) -> Counter[Pool]:
+    """Bytes of places, by the pools in which they lie.
+
+    Args:
+        nbytes: by place.
+
+    Returns:
+        Sums; 0 of a pool without a place.
+    """
+    found = Counter[Pool]()
+    for (_, tier, device), size in nbytes.items():
+        found[tier, device] += size
+    return found
 
 
 def _held_places(job: Job, plan: PlanBuilder, device: int) -> list[Place]:

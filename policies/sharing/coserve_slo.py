@@ -21,7 +21,6 @@ from policies.sharing.coserve import (
     units_back,
 )
 from policies.sharing.time_shared import side_of
-from policies.training.cycle import training_jobs
 
 Quote = Callable[[int], float]  # of a window of so many tokens, in ns
 
@@ -50,7 +49,7 @@ class CoServeSlo:
         serving: scheduling of the requests.
         slo_s: seconds that a step may take, or between two tokens of a request.
         margin: share of the time to the limit that is left free.
-        idle_s: seconds that a step may take which serves nothing; None: `slo_s`.
+        idle_s: seconds that a step may take which serves nothing; None: `slo_s` less the margin.
         token_budget: the most tokens of a launch, of requests and the window together.
         multiple: windows are multiples of so many tokens, but for the last of a sample.
         corrects: whether quotes are corrected by measurements.
@@ -94,7 +93,7 @@ class CoServeSlo:
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
-        job = first_with_work(training_jobs(view), view.service)
+        job = first_with_work(view)
         if job is None:
             return serves
         if view.cost is None:
@@ -107,7 +106,7 @@ class CoServeSlo:
             if any([_begins_answer(piece) for piece in serves]):  # its second token is due then
                 left_ns = min(left_ns, self.slo_s * 1e9)
             limit_ns = (1 - self.margin) * left_ns if left_ns < inf else limit_ns
-        return (*serves, *_Step(self, job, serves, view.cost, view.profile, limit_ns).slices())
+        return (*serves, *_Step(self, job, serves, view, view.cost, limit_ns).slices())
 
     def limit_ns(self, serves: bool) -> float:
         """How long a step may take that no token bounds.
@@ -128,11 +127,11 @@ class CoServeSlo:
         jobs = (*view.serving, *view.waiting)
         return min([self._token_due_ns(job, view) for job in jobs], default=inf)
 
-    def _token_due_ns(self, job: Job, view: View, ahead: int = 0) -> float:
-        """When the next token of a request is due, or one that is `ahead` of it."""
+    def _token_due_ns(self, job: Job, view: View) -> float:
+        """When the next token of a request is due."""
         if job.training is not None:
             return inf
-        if (tokens := job.generated_tokens + ahead) <= 0:
+        if (tokens := job.generated_tokens) <= 0:
             return inf if self.ttft_s is None else job.arrival_ns + self.ttft_s * 1e9
         first_ns = view.first_token_ns(job)
         if first_ns is None:  # in flight: it comes now at the earliest
@@ -140,23 +139,14 @@ class CoServeSlo:
         return first_ns + tokens * self.slo_s * 1e9
 
     def _in_flight_ns(self, view: View, cost: Cost) -> float:
-        """How long the launches in flight take, by quotes.
-
-        A window back has a quote only before its issue. Where one is in flight, the steps are taken
-        to last until the first of their own tokens is due.
-        """
+        """How long the launches in flight take, by quotes of what was issued."""
         launches = [op for op in view.in_flight if isinstance(op, Compute)]
         launches = [op for op in launches if op.lane == (view.device, COMPUTE_LANE)]
-        ahead = [op for op in launches if op.slices[0].work is not Work.BACKWARD]
         quoted_ns = 0.0
-        for op in ahead:
+        for op in launches:
             ratio = correction(view.profile, op.slices) if self.corrects else 1.0
-            quoted_ns += cost.op_ns(op) * ratio
-        if len(ahead) == len(launches):
-            return quoted_ns
-        due_ns = min([self._token_due_ns(job, view, -1) for job in view.serving], default=inf)
-        most_ns = due_ns - view.now_ns if due_ns < inf else self.limit_ns(serves=True)
-        return max(quoted_ns, most_ns)
+            quoted_ns += cost.launch_ns(view.launch_of(op)) * ratio
+        return quoted_ns
 
 
 def work_of(slices: tuple[Slice, ...]) -> Work | None:
@@ -199,19 +189,19 @@ class _Step:
         settings: CoServeSlo,
         job: Job,
         serves: tuple[Slice, ...],
+        view: View,
         cost: Cost,
-        profile: Profile,
         limit_ns: float,
     ) -> None:
         self._settings, self._job, self._serves = settings, job, serves
-        self._cost, self._profile, self._limit_ns = cost, profile, limit_ns
+        self._view, self._cost, self._limit_ns = view, cost, limit_ns
         self._ratios: dict[Work | None, float] = {}  # measured over quoted, by work
 
     def slices(self) -> tuple[Slice, ...]:
         """The update that is due, and a window forward or back that there is time for."""
         job, training = self._job, self._job.training
         assert training is not None
-        update, microbatch = due_update(job, training)
+        update, microbatch = due_update(job, self._view)
         if microbatch is None or not training.is_released(microbatch):
             return update
         self._limit_ns -= self._ns(*update) if update else 0
@@ -303,5 +293,5 @@ class _Step:
         if not self._settings.corrects:
             return quoted_ns
         if work not in self._ratios:
-            self._ratios[work] = correction(self._profile, slices)
+            self._ratios[work] = correction(self._view.profile, slices)
         return quoted_ns * self._ratios[work]

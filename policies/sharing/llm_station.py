@@ -14,7 +14,6 @@ from engine.contract.view import View
 from policies.sharing.coserve import beside_windows, due_update, first_with_work
 from policies.sharing.coserve_slo import correction
 from policies.sharing.time_shared import side_of
-from policies.training.cycle import training_jobs
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,10 @@ class LlmStation:
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
-        job = first_with_work(training_jobs(view), view.service)
+        job = first_with_work(view)
         if job is None:
             return serves
-        update, tasklet = self._next(job)
+        update, tasklet = self._next(job, view)
         if tasklet is None or (serves and not self._carries_one(view, serves, tasklet)):
             return (*serves, *update)
         return (*serves, *update, tasklet)
@@ -107,11 +106,11 @@ class LlmStation:
         ratio = correction(view.profile, slices) if self.corrects else 1.0
         return view.cost.op_ns(Compute(slices)) * ratio
 
-    def _next(self, job: Job) -> tuple[tuple[Slice, ...], Slice | None]:
+    def _next(self, job: Job, view: View) -> tuple[tuple[Slice, ...], Slice | None]:
         """The update that is due, and the next tasklet if its sample is there."""
         training = job.training
         assert training is not None
-        update, microbatch = due_update(job, training)
+        update, microbatch = due_update(job, view)
         if microbatch is None or not training.is_released(microbatch):
             return update, None
         total, units = training.spec.tokens_of(microbatch), training.spec.num_units

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from engine.contract.adapters import AdapterVersion
 from engine.contract.job import Job
 from engine.contract.plan import Grow, Slice
 from engine.contract.policy import PlanBuilder
-from engine.contract.records import is_stale, learner_of, record_places, record_sizes
+from engine.contract.records import (
+    is_stale,
+    learner_of,
+    record_places,
+    record_sizes,
+    window_places,
+)
 from engine.contract.regions import Place, Pool, Tier, kv_place
-from engine.contract.training_progress import NO_RECORDS, Record, TrainingProgress
+from engine.contract.training_progress import NO_RECORDS, Record
 from engine.contract.view import View
 from engine.contract.windows import on_host
 
@@ -44,7 +52,7 @@ class RecordRules:
     keep_tail: int = 0
     ahead: int = 1
     headroom: float = 0.05
-    hedge: float = 0.0
+    hedge: float = 0.05
     max_age_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -89,30 +97,39 @@ class HeldRecords:
     Those without feedback come first, of tenants whose answers get little of it, and the oldest
     first: their feedback is the least likely to come still.
 
+    There may be hundreds, with several places each, and every plan asks for what they hold: so the
+    places of a record are looked up once, and records are put in order only where one gives way.
+
     Args:
         view: what the policy was shown.
         plan: the plan that is written.
         rules: the settings.
 
     Attributes:
-        left: those that the plan has not dropped.
+        left: by request, those that the plan has not dropped.
         freed: bytes by place of what the plan has given back.
     """
 
     def __init__(self, view: View, plan: PlanBuilder, rules: RecordRules) -> None:
         self._view, self._plan, self._rules = view, plan, rules
         self._learning = [j for j in (*view.training, *view.waiting) if j.training is not None]
-        self._due, self._serving = set[int](), set[int]()  # requests with feedback; in service
         self._dropped, self._moving = set[int](), set[int]()  # by the plan
-        self.left, self.freed = list[Record](), dict[Place, int]()
+        self._past = 0  # records before this one in the order have nothing on the device
         self._records = view.records or NO_RECORDS
-        if self._records:
-            self._serving = {job.job_id for job in (*view.serving, *view.waiting)}
-            for job in self._learning:
-                if job.training is not None and job.training.spec.learns:
-                    on = [sample.request for sample in job.training.spec.samples]
-                    self._due.update([request for request in on if request is not None])
-            self.left = sorted(self._records.values(), key=self._value)
+        self.left, self.freed = dict(self._records), dict[Place, int]()
+        jobs = (*view.serving, *view.waiting) if self.left else ()
+        self._serving = {job.job_id for job in jobs}
+
+    @cached_property
+    def _due(self) -> set[int]:
+        """Requests with feedback."""
+        learning = [job.training for job in self._learning if job.training is not None]
+        samples = [sample for one in learning if one.spec.learns for sample in one.spec.samples]
+        return {sample.request for sample in samples if sample.request is not None}
+
+    @cached_property
+    def _order(self) -> list[Record]:
+        return sorted(self._records.values(), key=self._value)
 
     def _value(self, record: Record) -> Value:
         rate = feedback_rate(self._view, record.tenant)
@@ -120,46 +137,62 @@ class HeldRecords:
 
     def on_device(self, record: Record) -> list[Place]:
         """What a record holds on the device, but for keys and values of a request in service."""
-        return [place for place in self._places(record) if self._plan.holds(place)]
+        return [place for place in self._places(record)[0] if self._plan.holds(place)]
 
     def on_host(self, record: Record) -> list[Place]:
         """What a record holds on the host, but for keys and values of a request in service."""
-        return [place for place in map(on_host, self._places(record)) if self._plan.holds(place)]
+        return [place for place in self._places(record)[1] if self._plan.holds(place)]
 
     def held(self) -> dict[Place, int]:
         """Bytes by place of what would give way."""
-        places = [p for r in self.left for p in (*self.on_device(r), *self.on_host(r))]
-        return {place: self._plan.held(place) for place in places}
+        found, booked = dict[Place, int](), self._view.held_bytes
+        for request, record in self.left.items():
+            # What the plan has not moved is as the books have it.
+            held = booked.get if request not in self._moving else self._held
+            for places in self._places(record):
+                for place in places:
+                    if nbytes := held(place, 0):
+                        found[place] = nbytes
+        return found
 
-    def _places(self, record: Record) -> tuple[Place, ...]:
-        """The places on the device that a record alone needs, held there or not."""
-        places = record_places(record, self._view.device)
-        if self._is_over(record):
-            places = (*places, kv_place(record.request, device=self._view.device))
-        return places
+    def _held(self, place: Place, default: int) -> int:
+        return self._plan.held(place) if self._plan.holds(place) else default
+
+    def _places(self, record: Record) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+        """The places that a record alone needs, on the device and on the host; held or not."""
+        is_over = self._is_over(record)
+        return _places_of(record.request, record.firsts, record.units, self._view.device, is_over)
 
     def _is_over(self, record: Record) -> bool:
         """Whether a request has its answer: its keys and values are the record's."""
         return record.request not in self._serving
 
-    def give_way(self, pool: Pool, below: Value | None = None) -> bool:
+    def give_way(self, pool: Pool, below: Value | None = None, at_once: bool = False) -> bool:
         """Has the next record leave a pool, or end.
 
         Args:
             pool: the device, or its host.
             below: of a record for which others make room; None: any gives way.
+            at_once: whether its bytes are needed now. Then it ends: those of a record that goes to
+                the host come once its copy has ended, and what takes them waits for that.
 
         Returns:
             Whether there was one in the pool.
         """
-        for record in self.left:
+        is_device = pool[0] is Tier.GPU
+        for at in range(self._past if is_device else 0, len(self._order)):
+            record = self._order[at]
+            if self.left.get(record.request) is not record:
+                continue
             if below is not None and self._value(record) >= below:
                 return False
-            is_device = pool[0] is Tier.GPU
             places = self.on_device(record) if is_device else self.on_host(record)
             if not places:
                 continue
-            if not (is_device and self._rules.offload and self._moved(record, places)):
+            if is_device:
+                self._past = at
+            may_move = is_device and self._rules.offload and not at_once
+            if not (may_move and self._moved(record, places)):
                 self.drop(record)
             return True
         return False
@@ -170,12 +203,14 @@ class HeldRecords:
         One that the plan moves is there with the next plan.
         """
         record = self._behind(piece)
-        is_there = any([record is other for other in self.left])
-        return is_there and record is not None and record.request not in self._moving
+        if record is None or self.left.get(record.request) is not record:
+            return False
+        return record.request not in self._moving
 
     def keep_for(self, piece: Slice) -> None:
         """The record that the sample of a slice starts behind does not give way to it."""
-        self.left = [record for record in self.left if record is not self._behind(piece)]
+        if (record := self._behind(piece)) is not None:
+            self.left.pop(record.request, None)
 
     def drop_of(self, piece: Slice) -> None:
         """Gives the record back that the sample of a slice would start behind."""
@@ -201,17 +236,16 @@ class HeldRecords:
 
     def drop(self, record: Record) -> None:
         """Gives a record back, with keys and values that are its own."""
-        self.left = [other for other in self.left if other is not record]
+        self.left.pop(record.request, None)
         self._dropped.add(record.request)
-        self._free(self._places(record))
+        self._free(*self._places(record))
 
-    def _free(self, places: Iterable[Place]) -> None:
-        """Gives places back, here or on the host."""
-        for place in places:
-            for there in (place, on_host(place)):
-                if self._plan.holds(there):
-                    self.freed[there] = self._plan.held(there)
-                    self._plan.free(there)
+    def _free(self, here: Iterable[Place], away: Iterable[Place]) -> None:
+        """Gives places back, on the device and on the host."""
+        for there in (*here, *away):
+            if self._plan.holds(there):
+                self.freed[there] = self._plan.held(there)
+                self._plan.free(there)
 
     def give_kv(self, piece: Slice, source: Place) -> None:
         """Has the sample of a slice start behind its record: it gets the keys and values.
@@ -224,31 +258,35 @@ class HeldRecords:
         used = training.adoptable(piece.microbatch)
         assert used is not None, "a record of which the sample can use a part"
         rest = record._replace(firsts=record.firsts[len(used.firsts) :])
-        self._free(record_places(rest, self._view.device))
+        places = record_places(rest, self._view.device)
+        self._free(places, map(on_host, places))
 
     def drop_old(self) -> None:
         """Gives records back whose weights are old, or that have waited for too long."""
         since_ns, age_s = 0, self._rules.max_age_s
         if age_s is not None:
             since_ns = self._view.now_ns - round(age_s * NS_PER_S)
-        for record in [*self.left]:
-            is_old = any([is_stale(record.adapter, one) for one in self._learners_of(record)])
-            is_due = record.request in self._due
-            if is_old or (record.made_ns < since_ns and not is_due and self._is_over(record)):
+        old = dict[tuple[int, AdapterVersion], bool]()  # by the job that would learn, and version
+        for record in [*self.left.values()]:
+            key = record.job_id, record.adapter
+            if (is_old := old.get(key)) is None:
+                is_old = old[key] = self._is_old(*key)
+            if not is_old and record.made_ns < since_ns and self._is_over(record):
+                is_old = record.request not in self._due
+            if is_old:
                 self.drop(record)
 
-    def _learners_of(self, record: Record) -> list[TrainingProgress]:
-        """The progress of the job that may learn from a record; none once that is complete."""
-        found = [job.training for job in self._learning if job.job_id == record.job_id]
-        return [training for training in found if training is not None]
+    def _is_old(self, job_id: int, version: AdapterVersion) -> bool:
+        """Whether a job may not learn from a version; not so once the job is complete."""
+        found = [job.training for job in self._learning if job.job_id == job_id]
+        return any([is_stale(version, training) for training in found if training is not None])
 
     def drop_restarted(self) -> None:
         """Gives records back of requests that the plan preempts: their tokens come again."""
-        for record in [*self.left]:
-            kv = kv_place(record.request, device=self._view.device)
-            is_here = self._plan.holds(kv) or self._plan.holds(on_host(kv))
-            if not self._is_over(record) and not is_here:
-                self.drop(record)
+        for request in sorted(self._serving & self.left.keys()):
+            kv = kv_place(request, device=self._view.device)
+            if not self._plan.holds(kv) and not self._plan.holds(on_host(kv)):
+                self.drop(self.left[request])
 
     def hedge(self) -> None:
         """Has records leave the device until the room is there that is kept for serving."""
@@ -260,8 +298,9 @@ class HeldRecords:
     def record(self, batch: Sequence[Slice]) -> list[RecordedSlice]:
         """Has the launch that serves record those of its slices that the scheduling has marked.
 
-        Records of less value make room. A slice for which there is none is served, and its record
-        ends before it.
+        A record takes bytes that are free now: a launch that took others would wait, for the copy
+        of an earlier record perhaps. Records of less value make room for those that come later. A
+        slice for which there is no room is served, and its record ends before it.
 
         Args:
             batch: the slices of the scheduling.
@@ -272,7 +311,7 @@ class HeldRecords:
         view, plan, made = self._view, self._plan, list[RecordedSlice]()
         wanted = {s.job.job_id for s in batch if s.record and s.job.training is None}
         pool: Pool = (Tier.GPU, view.device)
-        spare = int(self._rules.headroom * view.capacity_bytes[pool])
+        spare, coming = int(self._rules.headroom * view.capacity_bytes[pool]), 0
         for piece in plan.served() if wanted else ():
             job, learner = piece.job, learner_of(piece.job, self._learning)
             if job.job_id not in wanted or job.job_id in self._dropped or not job.may_record:
@@ -282,12 +321,16 @@ class HeldRecords:
             given = (job.job_id, learner.training, job.computed_tokens, piece.tokens, view.device)
             sizes, value = record_sizes(*given), self._value_of(job)
             need = spare + sum([nbytes for _, nbytes in sizes])
-            while need > plan.room(pool) and self.give_way(pool, value):
-                pass
-            if need <= plan.room(pool):
+            free = plan.room(pool) - view.coming_bytes[pool] - coming
+            if need > free:
+                before = plan.room(pool)
+                while need > plan.room(pool) and self.give_way(pool, value):
+                    pass
+                coming += plan.room(pool) - before
+            else:
                 plan.grow_all([Grow(place, nbytes) for place, nbytes in sizes])
                 made.append(RecordedSlice(job.job_id, sizes, value))
-                self.left = [other for other in self.left if other.request != job.job_id]
+                self.left.pop(job.job_id, None)
         if made:
             plan.record({one.request: [place for place, _ in one.sizes] for one in made})
         return made
@@ -318,6 +361,28 @@ class HeldRecords:
                 continue
             if self._plan.held(away) + spare <= self._plan.room(place.pool):
                 self._plan.move(away, place)
+
+
+@lru_cache(maxsize=1 << 12)
+def _places_of(
+    request: int, firsts: tuple[int, ...], units: tuple[int, ...], device: int, is_over: bool
+) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """Where a record may lie, on the device and on the host.
+
+    Args:
+        request: its request.
+        firsts: the first tokens of its windows.
+        units: whose places it has.
+        device: the device.
+        is_over: whether the request's keys and values are the record's.
+
+    Returns:
+        Its places on the device, and in the same order those on the host.
+    """
+    places = window_places(request, firsts, units, device)
+    if is_over:
+        places = (*places, kv_place(request, device=device))
+    return places, tuple(map(on_host, places))
 
 
 def _ahead_of(piece: Slice, device: int, count: int) -> Iterator[Place]:

@@ -10,7 +10,6 @@ from engine.contract.view import View
 from policies.sharing.coserve import beside_windows, first_with_work
 from policies.sharing.temporal import next_turn
 from policies.sharing.time_shared import side_of
-from policies.training.cycle import training_jobs
 
 
 @dataclass(frozen=True)
@@ -37,5 +36,5 @@ class Spatial:
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
-        job = first_with_work(training_jobs(view))
-        return serves if job is None else (*serves, *next_turn(job))
+        job = first_with_work(view)
+        return serves if job is None else (*serves, *next_turn(job, view))

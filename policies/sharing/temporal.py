@@ -12,7 +12,6 @@ from engine.contract.regions import Work
 from engine.contract.view import View
 from policies.sharing.coserve import beside_windows, due_update, first_with_work, units_back
 from policies.sharing.time_shared import side_of
-from policies.training.cycle import training_jobs
 
 TURNS = 2  # steps that train in a round: one forward, one back
 
@@ -61,11 +60,11 @@ class Temporal:
         return replace(found, whole_samples=self.window_tokens is None)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        job = first_with_work(training_jobs(view), view.service)
+        job = first_with_work(view)
         serves = tuple(self.serving.batch(side_of(view, trains=False)))
         if job is None or (serves and not self._trains_now(view)):
             return serves
-        turn = next_turn(job, self.window_tokens, self.backward_layers)
+        turn = next_turn(job, view, self.window_tokens, self.backward_layers)
         return (*turn, *serves)  # serves where training finds no room
 
     def _trains_now(self, view: View) -> bool:
@@ -77,12 +76,16 @@ class Temporal:
 
 
 def next_turn(
-    job: Job, window_tokens: int | None = None, backward_layers: int | None = None
+    job: Job,
+    view: View,
+    window_tokens: int | None = None,
+    backward_layers: int | None = None,
 ) -> tuple[Slice, ...]:
     """What a job does when it is its turn: the update that is due, and a pass over its sample.
 
     Args:
-        job: a finetuning job.
+        job: the finetuning job that goes on.
+        view: what the policy was shown.
         window_tokens: tokens of a window forward; None: the whole sample.
         backward_layers: layers that a pass back goes down; None: all.
 
@@ -91,7 +94,7 @@ def next_turn(
     """
     training = job.training
     assert training is not None
-    update, microbatch = due_update(job, training)
+    update, microbatch = due_update(job, view)
     if microbatch is None or not training.is_released(microbatch):
         return update
     total, units = training.spec.tokens_of(microbatch), training.spec.num_units

@@ -344,6 +344,32 @@ def test_jobs_take_turns_where_samples_come_late() -> None:
     assert max(starts) == 10**9
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_that_has_begun_goes_on_before_another_begins(seed: int) -> None:
+    """Samples that come late: one at a time holds memory, and none waits for another's to go."""
+    rng = random.Random(seed)
+    requests = random_requests(seed, 30, rate=400)
+    last_ns = requests[-1].arrival_ns
+
+    def samples() -> list[Sample]:
+        released = sorted(rng.randrange(last_ns // 10) for _ in range(5))
+        return [Sample(rng.randint(30, 60), release_ns=ns) for ns in released]
+
+    jobs = [finetuning_job(1000 + i, samples(), num_steps=5) for i in range(2)]
+    found = run(jobs, requests, 150).check()
+    under_way: tuple[int, int] | None = None
+    for plan in found.plans:
+        if under_way is not None and under_way[0] in [job.job_id for job in plan.restart]:
+            under_way = None
+        for piece in finetuned(plan):
+            own, work = (piece.job.job_id, piece.microbatch), piece.work
+            if work is Work.UPDATE:
+                under_way = None
+            else:
+                assert under_way in (None, own), "the other job's sample is not through"
+                under_way = own
+
+
 def test_a_job_ends_with_the_last_request() -> None:
     job = finetuning_job(1000, [Sample(30)], num_steps=1 << 20, until_served=True)
     found = run([job], [Request(0, 0, 5, 40)], 900).check()

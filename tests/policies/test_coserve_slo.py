@@ -16,6 +16,7 @@ from engine.contract.plan import Compute, Op, Plan, Slice
 from engine.contract.policy import Policy
 from engine.contract.regions import Tier, Work
 from engine.contract.training_progress import TrainingProgress
+from engine.contract.view import Cost, View
 from engine.laws.check_policy import WatchedPolicy
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
@@ -278,6 +279,7 @@ def window_of(
         in_flight=in_flight,
         cost=PerToken(),
         first_token_ns=lambda job: first_ns.get(job.job_id),
+        launch_of=Launch,
     )
     own = [piece.tokens for piece in scheduling.batch(state) if piece.job.training is not None]
     return sum(own)
@@ -321,15 +323,35 @@ def test_behind_a_first_token_the_second_is_due() -> None:
 
 
 def test_steps_in_flight_come_before_it() -> None:
-    """By their quotes; a window back has none by now, and lasts until its tokens are due."""
+    """By the quotes of what was issued, windows included; another lane's do not count."""
     jobs, first_ns = [decoding(0, 10)], {0: 0}
     before = Compute((Slice(jobs[0], 1),))
     assert window_of(per_token(), jobs, 150_000, first_ns, in_flight=[before]) == 150 - 2
     sample = Job.trains(TrainingProgress(finetuning_job(9, [Sample(400)])), 0)
-    back = Compute((Slice(sample, 400, Work.BACKWARD, range(4, 5)),))
-    assert window_of(per_token(), jobs, 150_000, first_ns, in_flight=[before, back]) == 100 - 1
+    back = Compute((Slice(sample, 60, Work.BACKWARD, range(4, 5)),))
+    assert window_of(per_token(), jobs, 150_000, first_ns, in_flight=[before, back]) == 90 - 2
     copied = Compute((Slice(jobs[0], 1),), on="cpu")
     assert window_of(per_token(), jobs, 150_000, first_ns, in_flight=[copied]) == 150 - 1
+
+
+def test_a_window_in_flight_is_quoted_as_it_was_issued() -> None:
+    """With its head: behind its issue its job is at another place, and the head costs most."""
+    quoted, issued = list[int](), dict[Op, int]()
+
+    class Watched(CoServeSlo):
+        def _in_flight_ns(self, view: View, cost: Cost) -> float:
+            for op in view.in_flight:
+                if isinstance(op, Compute) and op.slices[-1].job.training is not None:
+                    quoted.append(cost.launch_ns(view.launch_of(op)))
+                    issued[op] = quoted[-1]
+            return super()._in_flight_ns(view, cost)
+
+    scheduling = Watched(ChunkedPrefill(64, 12), 2e-3, kind="token", multiple=MULTIPLE)
+    work = [*random_requests(3, 12, 400.0), finetuning_job(1000, [Sample(60)] * 6)]
+    recorder, cost = run(scheduling, work, depth=2)
+    ran = {launch.op: cost.compute_ns(launch) for *_, launch in recorder.steps}
+    assert len(issued) > 5
+    assert {op: ran[op] for op in issued} == issued
 
 
 def overdue_tokens(recorder: Recorder, slo_s: float) -> list[int]:

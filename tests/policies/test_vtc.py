@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -32,6 +32,7 @@ from policies.scheduling.vllm_v1 import VllmV1
 from policies.scheduling.vtc import Vtc
 from policies.sharing.coserve import CoMemory, CoServe, first_with_work
 from policies.sharing.coserve_slo import CoServeSlo
+from policies.sharing.spatial import Spatial
 from policies.sharing.temporal import Temporal
 from tests.policies.finetuning_jobs import BUDGET, finetuning_job, layout_of_jobs
 from tests.policies.finetuning_jobs import PAGE as SMALL_PAGE
@@ -115,7 +116,7 @@ def test_where_no_order_matters_no_counter_is_read() -> None:
 def test_every_scheduling_around_it_passes_its_weights_on() -> None:
     fair = Vtc(CHUNKED, decode=3.0)
     assert traits_of(fair) == Traits(step_tokens=48, max_jobs=12, service=fair.weights)
-    for around in (CoServe(fair), CoServeSlo(fair), Temporal(fair)):
+    for around in (CoServe(fair), CoServeSlo(fair), Temporal(fair), Spatial(fair)):
         assert traits_of(around).service == ServiceWeights(1.0, 3.0, 1.0, 1.0)
     assert Composed(fair, PagedRestart()).traits.service == fair.weights
 
@@ -358,7 +359,18 @@ def test_a_run_tells_what_each_tenant_was_charged() -> None:
         assert sum([row[kind] for row in rows.values()]) == sum([step[kind] for step in steps])
 
 
-def test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter() -> None:
+@pytest.mark.parametrize(
+    ("around", "memory"),
+    [
+        (lambda serving: CoServe(serving, BUDGET), CoMemory(PagedRestart())),
+        (Temporal, CoMemory(PagedRestart())),
+        (Spatial, CoMemory(PagedRestart(), fused=False, lanes=2)),
+    ],
+    ids=["coserve", "temporal", "spatial"],
+)
+def test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter(
+    around: Callable[[Scheduling], Scheduling], memory: CoMemory
+) -> None:
     """Both jobs have equal samples; the tenant whose requests are served finetunes less."""
     jobs = [
         finetuning_job(1000 + i, [Sample(40)] * 4, num_steps=1 << 20, until_served=True, tenant=t)
@@ -368,7 +380,7 @@ def test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter() -> Non
     work = named([Request(i, 0, 20, 30) for i in range(24)], ("a",))
 
     def trained(scheduling: Scheduling) -> tuple[Replay, Counter[str]]:
-        policy = Composed(CoServe(scheduling, BUDGET), CoMemory(PagedRestart()))
+        policy = Composed(around(scheduling), memory)
         layout = layout_of_jobs(jobs, 4000)
         found = replay(policy, [*work, *jobs], pages=4000, page=SMALL_PAGE, layout=layout).check()
         tokens = Counter[str]()
@@ -394,8 +406,23 @@ def test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter() -> Non
     assert turns <= samples + 2, "a sample that has begun goes on to its end"
 
 
-def test_jobs_without_counters_come_in_their_order() -> None:
-    assert first_with_work([]) is None and first_with_work([], {"a": 1.0}) is None
+def test_tenants_that_finetune_alone_take_turns() -> None:
+    """Behind an update it is the turn of the tenant that has had less; without counters it is the
+    first job's alone."""
+    jobs = [
+        finetuning_job(1000 + i, [Sample(40)] * 12, num_steps=12, tenant=tenant)
+        for i, tenant in enumerate(("a", "b"))
+    ]
+    for scheduling, changes in ((CHUNKED, 1), (Vtc(CHUNKED), 23)):
+        policy = Composed(CoServe(scheduling, BUDGET), CoMemory(PagedRestart()))
+        layout, work = layout_of_jobs(jobs, 4000), [Request(0, 0, 20, 1), *jobs]
+        found = replay(policy, work, pages=4000, page=SMALL_PAGE, layout=layout).check()
+        at = [s.job.tenant for plan in found.plans for s in slices_of(plan) if s.job.training]
+        assert sum([one != other for one, other in pairwise(at)]) == changes
+
+
+def test_no_job_has_work_where_none_trains() -> None:
+    assert first_with_work(view([], [])) is None
 
 
 def test_a_pool_of_two_tenants_is_shared_where_first_come_serves_one() -> None:
