@@ -69,7 +69,8 @@ def check_here(run_spec: RunSpec) -> None:
             f"{available / MIB:,.0f} MiB are free here; predict it with "
             "backend=sim, or take a smaller model"
         )
-    for (tier, _), count in pages_of(run_spec).items() if run_spec.requests else ():
+    has_pages = run_spec.requests or finetunes(run_spec)
+    for (tier, _), count in pages_of(run_spec).items() if has_pages else ():
         nbytes = max(1, count * page.nbytes)
         try:
             mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
@@ -121,8 +122,7 @@ def finetunes(run_spec: RunSpec) -> bool:
 def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     """What serves and finetunes on this CPU: adapters over the one model that is served.
 
-    Requests may run through adapters, too. ValueError where nothing is served, whose pages and
-    weights a job would use.
+    Requests may run through adapters, too; there may be none.
     """
     from runtime.finetuning.adapters import ServedAdapters, drawn_adapter
     from runtime.finetuning.finetuner import Finetuner
@@ -131,11 +131,6 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
     from runtime.serving.model import build_model
     from runtime.training.store import RegionStore
 
-    if not run_spec.requests:
-        raise ValueError(
-            "training: a job finetunes in windows beside requests, and trace=none has none; "
-            "predict it with backend=sim, or take training=sample with a policy that trains"
-        )
     if run_spec.replicas > 1:
         raise ValueError(
             f"replicas={run_spec.replicas}: finetuning beside requests, and requests through "

@@ -253,9 +253,11 @@ def _profile_shapes(point: ComposedConfig, folder: Path) -> None:
 def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
     """Requests of the fitted replay: as many as the scheduling would serve together."""
     node = scheduling or {}
-    serving = node.get("serving") or {}  # of a policy that shares the device
-    most = int(node.get("max_jobs", serving.get("max_jobs", REQUESTS)))
-    return min(max(REQUESTS, most), MOST_REQUESTS)
+    while "max_jobs" not in node:  # of a policy that shares the device, or around such a one
+        if (inner := node.get("sharing") or node.get("serving")) is None:
+            break
+        node = inner
+    return min(max(REQUESTS, int(node.get("max_jobs", REQUESTS))), MOST_REQUESTS)
 
 
 def _replay(

@@ -92,6 +92,7 @@ def test_a_replay_is_as_large_as_its_batches_may_be() -> None:
     assert replayed_count({"max_jobs": 200}) == 200
     assert replayed_count({"max_jobs": 4}) == replayed_count({}) == replayed_count(None) == 48
     assert replayed_count({"max_jobs": 10_000}) == 256
+    assert replayed_count({"sharing": {"serving": {"max_jobs": 100}}}) == 100
 
 
 def test_more_requests_are_shorter_ones() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import pytest
@@ -17,7 +17,7 @@ from runtime.serving.model import build_model
 from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.machines import on_cpu, on_gpus, prompts_of
+from tandem.wiring.machines import on_gpus, prompts_of
 from tandem.wiring.run_spec import RunSpec, run_spec_of
 from tests.support.reference import compare, generate
 from tests.training.training_runs import Result
@@ -253,8 +253,18 @@ def test_a_gpu_is_refused_in_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_finetuning_alone_is_refused_in_one_line() -> None:
-    found = replace(run_spec_of(composed([*SMALL])), requests=())
-    with pytest.raises(ValueError, match="trace=none has none") as raised:
-        on_cpu(found)
-    assert "\n" not in str(raised.value)
+def test_finetuning_alone_has_equal_losses_and_plans_in_all_worlds() -> None:
+    """The device apart from the server (separate devices): trace=none, in the same windows."""
+    alone = tuple(word for word in SMALL if not word.startswith(("trace", "arrival")))
+    words = (*alone, "trace=none", "scheduling.token_budget=64")
+    found = {name: run_of(name, words) for name in BACKENDS}
+    simulated = run_spec_of(composed([*words, "backend=sim"]))
+    with backend_of(simulated, composed([*words, "backend=sim"]).config["backend"]) as world:
+        recorder = Recorder(world.meter, finetunes=True)
+        engine_of(simulated, world, recorder).replay(simulated.work)
+    log = [encode(row[-1]) for row in recorder.plans]
+    first = found["lockstep"]
+    assert len(first.losses) == 6 and first.log == log
+    for name in BACKENDS[1:]:
+        assert not differing(found[name].result, first.result), name
+        assert found[name].log == first.log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import pytest
 import torch
 
 from analysis.run import load
-from engine.results.schema import read_table
 from runtime.serving.model import build_model
-from tandem.cli.compare import replay_of
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.machines import prompts_of
@@ -72,24 +69,30 @@ def test_lockstep_decides_as_a_simulation() -> None:
     assert not any(math.isnan(loss) for loss in found.losses)
 
 
-def operations(folder: Path) -> list[list[Any]]:
-    """By plan, what it does; frees are written where the engine gave memory back itself."""
-    rows = read_table(folder / "plans.parquet").to_pylist()
-    whole = [[*json.loads(row["grows"]), *json.loads(row["body"])["ops"]] for row in rows]
-    return [[op for op in ops if op[0] != "free"] for ops in whole]
-
-
-def test_a_measured_run_is_played_back(tmp_path: Path) -> None:
-    """Its samples have come in an order of their own, which the log is played back with."""
-    run_experiment(composed([*WORDS, "backend=cpu"]), tmp_path / "measured")
-    run_experiment(composed([*WORDS]), tmp_path / "predicted")
-    measured, predicted = load(tmp_path / "measured"), load(tmp_path / "predicted")
-    replay_of(predicted, measured, tmp_path / "replayed", [], [])
-    logs = [operations(tmp_path / name) for name in ("measured", "replayed")]
+def test_another_device_trains_on_the_feedback_of_a_run(tmp_path: Path) -> None:
+    """A separate cluster: each sample comes when it came to that run, and has its ids."""
+    served = (*WORDS, "backend=cpu")
+    run_experiment(composed(served), tmp_path / "served")
+    words = [word for word in WORDS if not word.startswith(("trace", "training.data", "arrival"))]
+    words += ["trace=none", "training/data=feedback_of_run", "scheduling.token_budget=64"]
+    words += [f"training.data.run={tmp_path / 'served'}", "training.data.feedback.chance=0.7"]
+    words += ["training.data.feedback.delay_s=0.01"]
+    here, apart = (
+        spec.trainees[0] for spec in (run_spec_of(composed(served)), run_spec_of(composed(words)))
+    )
+    requests = {sample.request: k for k, sample in enumerate(here.job.samples)}
+    for k, sample in enumerate(apart.job.samples):
+        assert (apart.batches.ids(k) == here.batches.ids(requests[sample.request])).all()
+    logs = list[list[str]]()
+    for backend in ("sim", "lockstep", "cpu"):
+        run_experiment(composed([*words, f"backend={backend}"]), tmp_path / backend)
+        samples = load(tmp_path / backend).samples
+        assert samples is not None and (samples["status"] == "finished").all()
+        logs.append(load(tmp_path / backend).plans["body"].tolist())
     assert logs[0] == logs[1]
-    samples = read_table(tmp_path / "measured/samples.parquet").to_pylist()
-    assert {row["status"] for row in samples} == {"finished"}
-    assert all(row["released_ns"] <= row["start_ns"] for row in samples)
+    came = {sample.request: sample.release_ns for sample in apart.job.samples}
+    ends = dict(load(tmp_path / "served").requests.set_index("request_id")["finish_ns"])
+    assert all(came[request] > ends[request] for request in came)
 
 
 def test_adapters_learn_from_their_requests() -> None:

@@ -115,6 +115,8 @@ class RandomBatches:
 class ConversationBatches:
     """Prompts and answers; a prompt has the ids with which it would be served.
 
+    Those of an answer are drawn by the number of its request, in whatever order samples come.
+
     `prompt_seed` draws the ids of prompts; None: `seed` does, as those of answers.
     """
 
@@ -127,7 +129,7 @@ class ConversationBatches:
         """Token ids [1, tokens], those of its sample wherever that comes again."""
         number = microbatch % len(self.chosen)
         request, sample = self.chosen[number]
-        rng = np.random.default_rng((self.seed, ORDER, number, 1))
+        rng = np.random.default_rng((self.seed, ORDER, request.request_id, 1))
         answer = rng.integers(self.vocabulary, size=sample.tokens - sample.prompt_tokens)
         seed = self.seed if self.prompt_seed is None else self.prompt_seed
         prompt = np.asarray(prompt_of(request, self.vocabulary, seed), np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,6 +102,8 @@ class FeedbackOfRun:
     separate cluster trains beside the one that serves.
 
     `run` is the folder of a finished run, and `feedback` says which answers get feedback, and when.
+    Prompts and answers have the ids that a job beside that run's requests would train on, where
+    its prompts were drawn by its seed.
     """
 
     run: str
@@ -118,7 +121,13 @@ class FeedbackOfRun:
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> ConversationBatches:
         """Ids of prompts and answers, all below `vocabulary`."""
         chosen = self._chosen(job.sequence_tokens, job.recipe.seed)
-        return ConversationBatches(tuple(chosen), vocabulary, job.recipe.seed)
+        return ConversationBatches(tuple(chosen), vocabulary, job.recipe.seed, self._prompt_seed)
+
+    @property
+    def _prompt_seed(self) -> int | None:
+        """The seed of the run; None where its folder does not tell it."""
+        told = Path(self.run).expanduser() / "provenance.json"
+        return json.loads(told.read_text(encoding="utf-8")).get("seed") if told.is_file() else None
 
     def _chosen(self, longest: int, seed: int) -> list[tuple[Request, Sample]]:
         """Requests with their samples, which are released on the clock of the run."""
