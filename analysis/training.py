@@ -117,20 +117,21 @@ def finetuning_summary(run: RunFacts) -> dict[str, float | int]:
 def record_summary(run: RunFacts) -> dict[str, float | int]:
     """Flat scalars of records; empty where none was made.
 
-    A hit is a record that a sample has used. Its age is the time from its begin to that use, and
-    the updates of the weights meanwhile. What was kept for no sample is wasted.
+    A hit is a record that a sample has used, and with which it went through: one is none that was
+    lost with a sample which gave way. Its age is the time from its begin to that use, and the
+    updates of the weights meanwhile. What was kept for no hit is wasted.
     """
     if not run.rows("records"):
         return {}
     names = ("tokens", "kept_bytes", "made_ns", "status", "used_ns", "used_tokens")
     rows = run.columns("records", (*names, "updates_behind"))
-    used = rows["status"].is_("used") | rows["status"].is_("lost")
+    used = rows["status"].is_("used")
     kept = rows["kept_bytes"].astype(float)
     out: dict[str, float | int] = {
         "records": len(used),
         "record_hit_rate": float(used.mean()),
         "recorded_tokens": int(rows["tokens"].sum()),
-        "reused_tokens": int(rows["used_tokens"].sum()),
+        "reused_tokens": int(rows["used_tokens"][used].sum()),
         "record_kept_bytes": int(kept.sum()),
         "record_wasted_bytes": int(kept[~used].sum()),
     }
@@ -147,15 +148,20 @@ def record_summary(run: RunFacts) -> dict[str, float | int]:
 def stall_shares(run: RunFacts) -> dict[str, float]:
     """Of the time from the first launch to the last, the share in which launches waited.
 
-    A launch waits while it is issued and its lane rests: for a copy, or a launch on another lane.
-    Launches that serve, a window beside them or not, are told apart from those that only train.
+    A launch waits while its lane rests and the host is through with its plan: for a copy, or a
+    launch on another lane. Launches that serve, a window beside them or not, are told apart from
+    those that only train.
     """
-    names = ("lane", "device", "issue_ns", "start_ns", "end_ns", "work")
+    names = ("lane", "device", "issue_ns", "start_ns", "end_ns", "work", "step", "host_ns")
     rows = run.columns("steps", names)
     on_lane = np.logical_or.reduce([rows["lane"].is_(lane) for lane in DEVICE_LANES])
     if not on_lane.any():
         return {}
+    _, plan = np.unique(rows["step"].astype(int), return_inverse=True)
+    host_ns = np.zeros(plan.max() + 1)
+    np.add.at(host_ns, plan, rows["host_ns"].astype(float))  # told with one row of a plan
     issue, start, end = (rows[name].astype(float)[on_lane] for name in names[2:5])
+    issue += host_ns[plan[on_lane]]
     serves = (rows["work"].is_("serve") | rows["work"].is_("mixed"))[on_lane]
     second = rows["lane"].is_(DEVICE_LANES[1])[on_lane]
     device = rows["device"].astype(float)[on_lane]

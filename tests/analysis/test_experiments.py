@@ -243,6 +243,9 @@ LEARNED = ("training.data.chance=1.0", "training.sequence_tokens=512")
     [
         ("budget_sweep", ("scheduling.token_budget=24,64", "scheduling.backward_layers=1,2")),
         ("coserve_frontier", ("policy=coserve,temporal", "arrival.rate=4.0,8.0")),
+        ("slo_sweep", ("scheduling.slo_s=0.01,0.04", "arrival.rate=4.0,8.0")),
+        ("finetune_length", ("policy=coserve,coserve_slo", "training.data.mean_tokens=16,48")),
+        ("burstiness", ("policy=coserve,temporal", "arrival.burstiness=0.25,1.0")),
         (
             "alchemist_staleness",
             (*LEARNED, "training.staleness=0,4", "training.data.delay_s=0.1,1"),
@@ -262,6 +265,19 @@ def test_finetuning_is_drawn_beside_latency(
     if name == "budget_sweep":
         mean = found.groupby("budget_tokens")["finetune_tokens_per_s"].mean()
         assert mean.is_monotonic_increasing, "a larger budget finetunes more"
+    if name == "slo_sweep":
+        mean = found.groupby("slo_s")["finetune_tokens_per_s"].mean()
+        assert mean.is_monotonic_increasing, "a longer step finetunes more"
+
+
+@pytest.mark.broad(2)
+def test_a_memory_that_breathes_is_drawn_beside_a_divided_one(
+    tmp_path: Path, unrendered: None
+) -> None:
+    words = ["limit=8", "training.num_steps=4", "arrival.rate=4.0,16.0"]
+    found = swept("tide_under_kv", tmp_path, *words)
+    assert set(found["policy"]) == {"elastic", "time_shared"} and len(found) == 4
+    assert found["trained_tokens_per_s"].gt(0).all()
 
 
 @pytest.mark.slow
