@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,16 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.fidelity import DEVICE_PEAK, HITS, KV_PEAK, TRAINED, TTFT_UP_TO, figures_of
+from analysis.distance import drift
+from analysis.fidelity import (
+    DEVICE_PEAK,
+    HITS,
+    KV_PEAK,
+    TRAINED,
+    TTFT_UP_TO,
+    counts,
+    figures_of,
+)
 from analysis.run import load as load_run
 from benchmarks.coserving.coserving_fidelity import HELD
 from benchmarks.fidelity.cases import COLUMNS, measured_in_parts, reported, say
@@ -56,6 +66,7 @@ ALONE = (  # what the other device of `separate` runs
 )
 LEARNS_ALONE = (*SERVED, *POLICIES["recompute"], f"{PACE}auto")  # what its profile is made of
 MEASURED, REPLAYS = ("backend=cpu", "backend.workspace_every=0"), 2
+Figures = defaultdict[str, list[float]]
 CASES = {f"{policy}@{load:.0%}": (policy, load) for policy in POLICIES for load in LOADS}
 
 
@@ -112,21 +123,30 @@ def trained_apart(folder: Path, profile: Path, load: float, reruns: int) -> pd.D
     """
     words = [*ALONE, f"training.data.run={folder / 'predicted'}", f"profile={profile}"]
     predicted = run(words, folder / "apart" / "predicted")
-    guess, errors, values = figures_of(predicted), dict[str, list[float]](), dict[str, float]()
-    for number in range(reruns):
-        served = folder / f"run{number}" / "measured"
-        load_run(served)
+    guess, errors, values = figures_of(predicted), Figures(list), Figures(list)
+    for served in steady_runs(folder)[:reruns]:
         words = [*ALONE, f"training.data.run={served}", *MEASURED, clock_of(profile)]
-        done = figures_of(run(words, folder / "apart" / f"run{number}"))
+        done = figures_of(run(words, folder / "apart" / served.parent.name))
         for figure in (TRAINED, DEVICE_PEAK):
-            errors.setdefault(figure, []).append(guess[figure] / done[figure] - 1)
-            values[figure] = done[figure]
+            errors[figure].append(guess[figure] / done[figure] - 1)
+            values[figure].append(done[figure])
     case, bars = f"separate@{load:.0%}", {TRAINED: BAR, DEVICE_PEAK: 0.03}
     rows = [
-        (case, f, values[f], median(own), max(own, key=abs), bars[f], abs(median(own)) / bars[f])
+        (case, f, median(values[f]), median(own), max(own, key=abs), bars[f], used_of(own, bars[f]))
         for f, own in errors.items()
     ]
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def steady_runs(folder: Path) -> list[Path]:
+    """The measured runs of a case that count, in their order."""
+    found = sorted(folder.glob("run*/measured"), key=lambda path: int(path.parent.name[3:]))
+    return [path for path in found if counts(drift(load_run(path)) or 0.0)]
+
+
+def used_of(errors: Sequence[float], bar: float) -> float:
+    """The share of a bar that the median of errors uses."""
+    return abs(median(errors)) / bar
 
 
 if __name__ == "__main__":

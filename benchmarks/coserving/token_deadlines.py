@@ -1,6 +1,7 @@
 """Claim: `coserve_slo` keeps the deadlines of tokens, at the finetuning of the best fixed rule.
 
-Token i of a request is due i SLOs behind its first. Of the tokens that are in time when requests
+Token i of a request is due i SLOs behind its first, and the policy plans by just that
+(`scheduling.kind=token`). Of the tokens that are in time when requests
 are served alone, 99 % are to stay in time beside a LoRA job, at 97 % or more of the finetuned
 tokens per second of the best fixed (B, k): `coserve` with a budget of B tokens a step and k layers
 back, which keeps 99 % as well. Three rates of ShareGPT requests (shares of the capacity of
@@ -45,7 +46,7 @@ REPLAYS = 2  # of the calibration
 MEASURED = ("backend=cpu", "backend.workspace_every=0")
 WITHIN_SLO = (
     *("policy=coserve_slo", "scheduling.token_budget=512", "scheduling.margin=0.05"),
-    "scheduling.multiple=8",
+    *("scheduling.multiple=8", "scheduling.kind=token"),
 )
 WRONG = 0.8  # of durations, as the wrong predictor quotes them
 COLUMNS = ["case", "figure", "measured", "bar", "used"]

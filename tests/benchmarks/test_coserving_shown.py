@@ -56,6 +56,9 @@ SHOWN = {
         f"{LANES}::test_requests_get_the_tokens_of_generate_in_little_memory"
     ),
     "sim and lockstep decide alike": f"{RUNS}::test_other_policies_plan_alike_in_lockstep",
+    "a measured log by durations is played back": (
+        "tests/finetuning/test_played_back.py::test_a_measured_log_of_durations_is_played_back"
+    ),
     "equal views, equal plans": f"{SLO}::test_equal_views_get_equal_plans",
     "equal views, equal plans, of VTC": f"{VTC}::test_equal_views_get_equal_plans",
     "fast-forward goes on beside a job that has no sample": (
@@ -119,7 +122,11 @@ SHOWN = {
     "policy VTC of finetuning": (
         f"{VTC}::test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter"
     ),
+    "tenants that finetune take turns": f"{VTC}::test_tenants_that_finetune_alone_take_turns",
     "finetuning only": f"{CONFIGS}::test_finetuning_alone",
+    "finetuning only, computed": (
+        f"{RUNS}::test_finetuning_alone_has_equal_losses_and_plans_in_all_worlds"
+    ),
     "policy elastic: PatrickStar and ZeRO-3 under KV": (
         "tests/policies/test_elastic.py::test_requests_take_what_training_can_evict"
     ),
@@ -129,9 +136,8 @@ SHOWN = {
     # experiments
     "budget_sweep, coserve_frontier": f"{FIGURES}::test_finetuning_is_drawn_beside_latency",
     "coserve_table": f"{FIGURES}::test_ways_to_share_have_their_bounds_beside_them",
-    "slo_sweep, finetune_length, burstiness, tide_under_kv": (
-        f"{FIGURES}::test_the_ends_of_each_axis_compose"
-    ),
+    "slo_sweep, finetune_length, burstiness": f"{FIGURES}::test_finetuning_is_drawn_beside_latency",
+    "tide_under_kv": f"{FIGURES}::test_a_memory_that_breathes_is_drawn_beside_a_divided_one",
 }
 UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
 ABSENT = {
@@ -140,9 +146,14 @@ ABSENT = {
     "host share at most 5 %": UNMEASURED.format("host_share"),
     "1, 4, 16 adapters: bytes, loads, TPOT 5 %": UNMEASURED.format("adapters"),
     "fast-forward across windows": (
-        "steps that finetune differ from one another; a cell of 600 s takes 11 s of CPU"
+        "steps that finetune differ from one another; a cell of 600 s takes 7 to 14 s of CPU"
     ),
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
+    "ReLU as bits": "what it makes is kept whole, for an adapter of the product behind it",
+    "20 steps of SGD at 1.5 times, each": (
+        "five trainings together: single ones reach 1.64 (tests/finetuning/test_twenty_steps.py)"
+    ),
+    "loss masks with holes": "a sample has one prompt without a loss, and one answer",
     "the SLO attainment that FlexLLM draws": "published as curves, without numbers",
 }
 
