@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.contract.executor import Pieces, Repeater
+from engine.contract.executor import Launch, Pieces, Repeater
 from engine.contract.job import Job
 from engine.contract.kv_check import Leading
-from engine.contract.plan import Compute, Plan
+from engine.contract.plan import Compute, Op, Plan
 from engine.contract.policy import Policy, notes_reads, traits_of
 from engine.contract.rules import ContractError, made_at, name_of
 from engine.contract.view import Reads, RunningDecodes, View
@@ -130,6 +130,10 @@ class FastForward(PlanReuse):
     def unissued_bytes(self, now_ns: int) -> int:
         """See PlanReuse."""
         return self.jump.unissued_bytes(now_ns) if self.jump else 0
+
+    def launch_of(self, op: Op) -> Launch | None:
+        """See PlanReuse."""
+        return self.jump.launch_of(op) if self.jump else None
 
     # ---- how plans are issued
     def advance(self, plan: Plan, device: int) -> Turn:

@@ -14,7 +14,7 @@ import simpy
 
 from engine.contract.executor import Launch, Repeater, Span, end_event
 from engine.contract.job import Job
-from engine.contract.plan import Compute
+from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import (
     RepeatedPlan,
@@ -175,6 +175,13 @@ class Jump:
         self._open.clear()
         self._ends.clear()
         self._barrier_ns = None
+
+    def launch_of(self, op: Op) -> Launch | None:
+        """The launch of an open step, with its jobs as they were at issue; None of another one."""
+        for _, run, i, own in self._open:
+            if own is op:
+                return Launch(op, (), run.launch_at(i).pieces)
+        return None
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later.

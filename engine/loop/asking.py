@@ -11,9 +11,10 @@ from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from engine.contract.executor import Launch
 from engine.contract.job import Job
 from engine.contract.kv_check import Leading
-from engine.contract.plan import Compute, Plan
+from engine.contract.plan import Compute, Op, Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import PlanBuilder, Policy
 from engine.contract.regions import Shortage
@@ -174,6 +175,10 @@ class PlanReuse:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
         return 0
 
+    def launch_of(self, op: Op) -> Launch | None:
+        """The launch of a step that was issued with others; None of any other operation."""
+        return None
+
 
 class Asking:
     """Asks the policy where no plan holds, and decides when it sees memory of finished jobs."""
@@ -288,8 +293,12 @@ class Asking:
             None if state.adapters is None else state.adapters.newest,
             state.records.records,
             state.records.feedback,
-            state.in_flight.launch_of,
+            self._launch_of,
         )
+
+    def _launch_of(self, op: Op) -> Launch:
+        """An operation in flight as it was issued."""
+        return self._reuse.launch_of(op) or self._state.in_flight.launch_of(op)
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:
         """The jobs that a device is shown: a replica sees its own, else each device sees all."""

@@ -6,7 +6,6 @@ a sample holds gives way to keys and values.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -24,11 +23,10 @@ from engine.contract.windows import (
     WindowFootprint,
     on_host,
     sample_bytes,
-    sample_places,
     window_footprint,
 )
-from policies.sharing.adapters import Without, idle_adapters
-from policies.sharing.records import HeldRecords, RecordedSlice, RecordRules
+from policies.sharing.adapters import idle_adapters
+from policies.sharing.records import HeldRecords, HeldSamples, RecordedSlice, RecordRules
 from policies.sharing.time_shared import side_of
 from policies.training.cycle import training_jobs
 from policies.training.out_of_memory import OutOfMemory, patient
@@ -520,105 +518,3 @@ def _growth(
         kv = kv_place(piece.job.job_id, device=view.device)
         lacks = [(place, n - given[1] * (place == kv)) for place, n in lacks]
     return footprint, [Grow(place, nbytes) for place, nbytes in lacks if nbytes > 0]
-
-
-class HeldSamples:
-    """What samples under way hold, which is room for serving.
-
-    Where serving needs bytes of it, the sample of the last job gives all of its bytes back and
-    begins anew, then that of the job before it.
-
-    Records give way before samples do.
-
-    Args:
-        view: what the policy was shown.
-        plan: the plan that is written.
-        gives_way: whether samples give way at all.
-        records: those that no sample uses; None: there are none.
-
-    Attributes:
-        restarted: numbers of the jobs whose samples begin anew.
-    """
-
-    def __init__(
-        self, view: View, plan: PlanBuilder, gives_way: bool, records: HeldRecords | None = None
-    ) -> None:
-        self._plan, self._records = plan, records
-        jobs = [job for job in training_jobs(view) if _finetunes(job)] if gives_way else []
-        found = [(job, _held_places(job, plan, view.device)) for job in jobs]
-        self._jobs = [(job, places) for job, places in found if places]
-        self.restarted: set[int] = set()
-
-    def beside(self, view: View, plan: PlanBuilder) -> tuple[View, PlanBuilder]:
-        """What serving is shown and writes to: as if samples held nothing.
-
-        Args:
-            view: what the policy was shown.
-            plan: the plan that is written.
-
-        Returns:
-            A view without samples, and a builder that has room made where a pool lacks it.
-        """
-        own = {place: plan.held(place) for _, places in self._jobs for place in places}
-        own |= {} if self._records is None else self._records.held()
-        freed = {} if self._records is None else dict(self._records.freed)
-        if not own and not freed:
-            return side_of(view, trains=False), plan
-        nbytes, free = by_pool(own), Counter(view.free_bytes)
-        free.update(nbytes)
-        free.update(by_pool(freed))
-        held = Without(view.held_bytes, own.keys() | freed.keys())
-        shown = side_of(view, trains=False, held_bytes=held, free_bytes=free)
-        share = {pool: plan.room(pool) + count for pool, count in nbytes.items()}
-        return shown, plan.within(share, self._make_room)
-
-    def give_way_to(self, job: Job) -> None:
-        """Has the sample of the last job begin anew, if that came behind another.
-
-        Args:
-            job: a job whose sample finds no room.
-        """
-        if self._jobs and self._jobs[-1][0] is not job:
-            self._restart_last()
-
-    def _make_room(self, pool: Pool, nbytes: int) -> None:
-        while self._plan.room(pool) < nbytes:
-            if self._records is not None and self._records.give_way(pool, at_once=True):
-                continue
-            if not self._jobs:
-                return
-            self._restart_last()
-
-    def _restart_last(self) -> None:
-        job, places = self._jobs.pop()
-        for place in places:
-            self._plan.free(place)
-        self._plan.restart(job)
-        self.restarted.add(job.job_id)
-
-
-def by_pool(nbytes: Mapping[Place, int]) -> Counter[Pool]:
-    """Bytes of places, by the pools in which they lie.
-
-    Args:
-        nbytes: by place.
-
-    Returns:
-        Sums; 0 of a pool without a place.
-    """
-    found = Counter[Pool]()
-    for (_, tier, device), size in nbytes.items():
-        found[tier, device] += size
-    return found
-
-
-def _held_places(job: Job, plan: PlanBuilder, device: int) -> list[Place]:
-    """What the sample under way of a job holds; nothing where its updates are due."""
-    training = job.training
-    if training is None or training.sample is None:
-        return []
-    return [place for place in sample_places(training, device) if plan.holds(place)]
-
-
-def _finetunes(job: Job) -> bool:
-    return job.training is not None and job.training.spec.finetunes

@@ -39,7 +39,7 @@ SHOWN = {
     ),
     "records cause no restart": f"{POLICY}::test_records_cause_no_restart",
     "records give way to a burst within one plan": (
-        f"{POLICY}::test_records_give_way_before_samples_do"
+        f"{POLICY}::test_in_a_burst_records_give_way_first_and_in_one_plan"
     ),
     "a stale record is refused": f"{POLICY}::test_a_stale_record_is_refused",
     # bytes and prices

@@ -125,7 +125,7 @@ SHOWN = {
     "tenants that finetune take turns": f"{VTC}::test_tenants_that_finetune_alone_take_turns",
     "finetuning only": f"{CONFIGS}::test_finetuning_alone",
     "finetuning only, computed": (
-        f"{RUNS}::test_finetuning_alone_has_equal_losses_and_plans_in_all_worlds"
+        f"{RUNS}::test_finetuning_alone_has_equal_losses_and_plans_in_every_backend"
     ),
     "policy elastic: PatrickStar and ZeRO-3 under KV": (
         "tests/policies/test_elastic.py::test_requests_take_what_training_can_evict"

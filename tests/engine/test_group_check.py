@@ -24,7 +24,7 @@ from engine.contract.regions import (
 )
 from engine.contract.rules import Rule
 from engine.contract.view import View
-from tests.engine.training_worlds import (
+from tests.engine.lying_training import (
     COPIES,
     DEVICE,
     GROUP,

@@ -65,7 +65,7 @@ from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import run_spec_of
-from tests.engine.training_worlds import (
+from tests.engine.lying_training import (
     CLIPPED,
     CLIPS,
     DEVICE,

@@ -253,7 +253,7 @@ def test_a_gpu_is_refused_in_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_finetuning_alone_has_equal_losses_and_plans_in_all_worlds() -> None:
+def test_finetuning_alone_has_equal_losses_and_plans_in_every_backend() -> None:
     """The device apart from the server (separate devices): trace=none, in the same windows."""
     alone = tuple(word for word in SMALL if not word.startswith(("trace", "arrival")))
     words = (*alone, "trace=none", "scheduling.token_budget=64")
