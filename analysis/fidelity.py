@@ -131,8 +131,7 @@ def table_of(case: str, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
     values = [_compared(pair) for pair in pairs]
     for key in values[0]:  # reruns are of equal requests, so they have equal figures
         real, _, error = np.array([value[key] for value in values]).T
-        spread = 0.0 if key in (KV_PEAK, DEVICE_PEAK) else spread_of(real)
-        rows.append((case, key, float(np.median(real)), *middle(error), spread))
+        rows.append((case, key, float(np.median(real)), *middle(error), spread_of(real)))
     equal = all(kv_peak_pages(p.replayed) == kv_peak_pages(p.measured) for p in pairs)
     rows.append((case, "kv_peak_replayed_equal", float(equal), 0.0, 0.0, 0.0))
     for name in pairs[0].measured.provenance["probe_ratios"]:

@@ -8,8 +8,8 @@ A split is how much of the device is left to serving, in two policies:
   begins, and leaves serving the rest of `budget.kv_pages`.
 
 Foreseen is what `tandem plan` says, which simulates and allocates nothing. Real are runs with
-torch's tensors on the service clock of the CPU, in which a launch that finds no memory ends the
-run. Eight splits of each policy fit, or are out of memory, as foreseen; the largest serving share
+torch's tensors on the service clock of the CPU: the books refuse what finds no room, and at each
+plan the meter may find no more than the device has. Eight splits of each policy fit, or are out of memory, as foreseen; the largest serving share
 beside which the job still trains is found by bisecting plans and by bisecting real runs, at most
 one KV page apart. All of it is in pages of the device; some splits lie near the edge.
 """
