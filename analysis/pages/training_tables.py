@@ -8,7 +8,7 @@ from analysis import verdicts
 from analysis.compare import Comparison
 from analysis.metric_names import percents, shares_in
 from analysis.pages.cells import Cell, HtmlTable, amount_cell, amount_cells
-from analysis.training import LABELS, UNITS
+from analysis.training import LABELS, STEP, UNITS
 
 TITLE = "Training"
 NOTE = "Rates leave out each job's first step, which warms up."
@@ -16,6 +16,20 @@ TIMES_NOTE = (
     "Times add up to the whole of training: work of the device, updates on the host while the "
     "device rests, and waiting (for copies, or for plans to be made)."
 )
+
+
+COUNTS = {  # of jobs that finetune
+    "finetune_samples": "samples that are through",
+    "finetune_restarts": "samples begun anew, for requests to have their memory",
+    "records": "records of prompts",
+}
+SHARES = {
+    "finetune_share": "finetuned, of a run that finetunes alone",
+    "record_hit_rate": "records that a sample has used",
+    "serve_stalled_share": "launches that serve, waiting for copies or another lane",
+    "train_stalled_share": "launches that only train, waiting",
+}
+KEPT = {"record_kept_bytes": "kept by records", "record_wasted_bytes": "of that for no sample"}
 
 
 def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
@@ -31,6 +45,15 @@ def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
     rows += [
         [Cell(LABELS[n]), amount_cell(metrics[n], unit)]
         for n, unit in UNITS.items()
+        if n in metrics
+    ]
+    if (step_s := float(metrics.get(STEP, 0))) > 0:
+        rows.append([Cell("steps per second"), Cell(f"{1 / step_s:.4g}")])
+    rows += [[Cell(t), Cell(f"{metrics[n]:,}")] for n, t in COUNTS.items() if n in metrics]
+    rows += [[Cell(t), amount_cell(metrics[n], "bytes")] for n, t in KEPT.items() if n in metrics]
+    rows += [
+        [Cell(t), Cell(f"{100 * float(metrics[n]):.1f} %")]
+        for n, t in SHARES.items()
         if n in metrics
     ]
     for name in ("first_loss", "last_loss"):

@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.metrics import summary
+from analysis.pages.training_tables import training_table
 from analysis.run import Run, load
 from analysis.training import record_summary, stall_shares
 from tandem.config.compose import composed
@@ -58,3 +60,15 @@ def test_the_time_of_the_host_is_no_wait_of_a_launch(tmp_path: Path) -> None:
     found = sum(stall_shares(run).values())
     assert found == pytest.approx(waited(own["issue_ns"] + host_ns[own.index]))
     assert found < waited(own["issue_ns"]), "of what the lane rests a part is the host's"
+
+
+def test_the_page_tells_of_samples_and_records(learned: Run) -> None:
+    metrics = summary(learned)
+    rows = {row[0].text: row[1].text for row in training_table(metrics).rows}
+    assert rows["samples that are through"] == f"{metrics['finetune_samples']:,}"
+    assert int(rows["samples begun anew, for requests to have their memory"].replace(",", "")) > 0
+    assert rows["records that a sample has used"].endswith(" %")
+    assert float(rows["steps per second"]) == pytest.approx(
+        1 / float(metrics["mean_train_step_s"]), rel=1e-3
+    )
+    assert "of that for no sample" in rows
