@@ -83,7 +83,7 @@ def loads_of(words: Sequence[str], backend: str) -> Loads:
 
 
 def _check_storages(stays: Sequence[object], spec: ModelSpec) -> None:
-    """AssertionError where an adapter on the device has other bytes than the formula, or none is."""
+    """AssertionError where none is on the device, or one has other bytes than the formula."""
     assert stays, "adapters stay on the device to the end of a run"
     for stay in stays:
         nbytes: int = stay.nbytes  # type: ignore[attr-defined]

@@ -5,13 +5,14 @@ A split is how much of the device is left to serving, in two policies:
 - `time_shared` divides the device for good. `memory.device_share` is training's share, and serving
   has the rest: offloaded training (ZeRO-3) of all parameters by whole microbatches.
 - `coserve` with static buffers takes what the longest sample of a LoRA job can hold when the job
-  begins, and leaves serving the rest of `budget.kv_pages`.
+  begins, and leaves serving the rest: what is tried is the size of the device, `budget.kv_pages`.
 
 Foreseen is what `tandem plan` says, which simulates and allocates nothing. Real are runs with
 torch's tensors on the service clock of the CPU: the books refuse what finds no room, and at each
-plan the meter may find no more than the device has. Eight splits of each policy fit, or are out of memory, as foreseen; the largest serving share
-beside which the job still trains is found by bisecting plans and by bisecting real runs, at most
-one KV page apart. All of it is in pages of the device; some splits lie near the edge.
+plan the meter may find no more than the device has. Eight splits of each policy fit, or are out of
+memory, as foreseen; the least memory with which the job trains is found by bisecting plans and by
+bisecting real runs, at most one KV page apart. All of it is in pages of the device; some splits lie
+near the edge.
 """
 
 from __future__ import annotations
