@@ -63,7 +63,8 @@ UNJUDGED = (
     ),
     (
         "fused against serial launches: TPOT 6 to 10 % lower, finetuning 5 to 12 % higher",
-        "it follows from spatial_limited, above",
+        "it follows from spatial_limited, above; with the share of a lane that is assumed it is in "
+        "these ranges (tests/policies/test_spatial.py)",
     ),
     (
         "step times under tensor parallelism, TP2 and TP4",
@@ -72,6 +73,18 @@ UNJUDGED = (
     (
         "the window of Fig. 13's token-level row",
         "not published; the table above has a whole sample of 1,024 tokens",
+    ),
+    (
+        "Fig. 13 for adapters between layers and for IA3: 84.56 to 12.83 and 97.98 to 12.75 GB",
+        "what is finetuned here is LoRA, or all parameters",
+    ),
+    (
+        "activations down by up to 8 times, memory in all by up to 36 % (an earlier abstract)",
+        "the model, batch and window that these are of are not published",
+    ),
+    (
+        "the requests: BurstGPT, ten minutes drawn at random, scaled to each rate",
+        "the slice of the trace is not published; arrivals here are Poisson",
     ),
 )
 
