@@ -7,6 +7,7 @@ import pytest
 from tests.benchmarks.test_shown import is_there
 
 RUNS = "tests/finetuning/test_record_runs.py"
+CHOICE = "tests/policies/test_alchemist.py"
 FEEDBACK = "tests/policies/test_feedback.py"
 FEEDBACK_RUNS = "tests/finetuning/test_feedback_runs.py"
 POLICY = "tests/engine/test_records.py"
@@ -31,6 +32,13 @@ SHOWN = {
     "tokens equal generate, with the version of each request": (
         f"{RUNS}::test_tokens_are_those_of_the_version"
     ),
+    "tokens, plans and training under every way to share": (
+        f"{RUNS}::test_every_way_to_share_records_and_learns"
+    ),
+    "record-all: answers as well": f"{RUNS}::test_answers_are_recorded_as_well",
+    "equal views, equal plans, also of feedback rates": (
+        f"{CHOICE}::test_equal_views_get_equal_plans"
+    ),
     "sim and lockstep decide alike": f"{RUNS}::test_training_is_that_of_plain_torch",
     "plans are played back": f"{POLICY}::test_a_log_is_played_back",
     "never over capacity under pressure": f"{POLICY}::test_laws_hold_under_pressure",
@@ -51,6 +59,22 @@ SHOWN = {
         f"{POLICY}::test_outcomes_tell_what_became_of_records"
     ),
     "policy alchemist, staleness": f"{POLICY}::test_staleness_lets_older_records_be_used",
+    "policy alchemist, threshold and predicted feedback": (
+        f"{CHOICE}::test_tenants_whose_answers_get_no_feedback_are_not_recorded_once_that_is_known"
+    ),
+    "policy alchemist, age trigger": f"{CHOICE}::test_a_step_begins_once_a_sample_has_waited",
+    "policy alchemist, batch trigger": f"{POLICY}::test_a_step_begins_with_enough_samples",
+    "baseline: oracle": (f"{CHOICE}::test_the_oracle_records_what_gets_feedback_and_nothing_else"),
+    "baseline: recompute": f"{POLICY}::test_samples_start_behind_records",
+    "baselines: no offload, no hedge": (
+        f"{POLICY}::test_in_a_burst_records_give_way_first_and_in_one_plan"
+    ),
+    "baseline: separate cluster": (
+        f"{FEEDBACK_RUNS}::test_another_device_trains_on_the_feedback_of_a_run"
+    ),
+    "stall split, hit rate, bytes kept and wasted": (
+        "tests/analysis/test_learning.py::test_the_page_tells_of_samples_and_records"
+    ),
     # experiments
     "alchemist_staleness, alchemist_burst": f"{FIGURES}::test_finetuning_is_drawn_beside_latency",
     "alchemist_share, alchemist_delay, alchemist_link": (
@@ -71,6 +95,8 @@ ABSENT = {
     "when it pays: the crossover of link and delay": (
         "alchemist_link and alchemist_delay sweep it in simulation; no point on the wall clock yet"
     ),
+    "a host headroom": "the host's memory is the bound: records of less value end there first",
+    "the ids of ShareGPT's answers": "they are drawn: a trace has lengths of answers, no text",
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
 }
 

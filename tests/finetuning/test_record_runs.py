@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from engine.contract.plan import Compute
 from engine.contract.records import is_adoption
+from engine.contract.regions import Region
 from engine.contract.training_progress import Record, TrainingProgress
 from models.parameters import adapter_parameters
 from runtime.finetuning.adapters import drawn_adapter
 from runtime.finetuning.model import NO_LABEL, over_served
 from runtime.serving.model import build_model
+from runtime.training.store import RegionStore
 from tests.finetuning.test_co_serving_runs import SMALL, Run, run_of
 from tests.finetuning.test_feedback_runs import requests_of
 from tests.finetuning.test_published_adapters import Version, check_tokens, published
@@ -98,7 +101,7 @@ def trained_plainly(found: Run) -> tuple[list[float], Mapping[str, Tensor], Mapp
 def check_training(found: Run) -> None:
     """Losses and the adapter are those of plain torch: AdamW's bounds of a test of 20 steps."""
     losses, last, first = trained_plainly(found)
-    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.losses == pytest.approx(losses, rel=1e-6)
     weights = {name: found.weights[name] for name in last}
     assert distance(weights, last) <= 1e-3 * distance(last, {n: first[n] for n in last})
 
@@ -150,6 +153,38 @@ def test_tokens_are_those_of_the_version(
     assert used(found)
 
 
+SHARINGS = {
+    "coserve_slo": ("scheduling.sharing.slo_s=0.02",),
+    "temporal": ("scheduling.sharing.every=3",),
+    "llm_station": ("scheduling.sharing.slo_s=0.02",),
+}
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_every_way_to_share_records_and_learns(
+    sharing: str, published: dict[Version, Tensor]
+) -> None:
+    """Tokens, plans and training, as with co-serving."""
+    plain = [word for word in WORDS if not word.startswith("scheduling.sharing")]
+    words = (*plain, f"scheduling@scheduling.sharing={sharing}", *SHARINGS[sharing])
+    found = run_of("lockstep", words)
+    assert found.log == run_of("sim", words).log and used(found)
+    check_tokens(found, published)
+    check_training(found)
+
+
+def test_answers_are_recorded_as_well(published: dict[Version, Tensor]) -> None:
+    """Each token of an answer is a window; no sample uses more than its prompt's."""
+    words = (*WORDS, "scheduling.record=everything")
+    found = run_of("lockstep", words)
+    assert found.log == run_of("sim", words).log and used(found)
+    check_tokens(found, published)
+    check_training(found)
+    tokens = {r.request_id: (r.prompt_tokens, r.output_tokens) for r in found.spec.requests}
+    recorded = {row[0]: row[3] for row in found.recorder.records}
+    assert any(recorded[i] == sum(tokens[i]) - 1 for i in recorded)
+
+
 # ---- what must fail
 def test_a_record_off_by_one_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The label of a prompt's last token is the answer's first, so that token is computed again."""
@@ -173,9 +208,18 @@ def test_a_record_of_another_version_is_found(monkeypatch: pytest.MonkeyPatch) -
         check_training(found)
 
 
-def test_kept_bytes_are_those_of_windows() -> None:
-    """A record takes, per token and unit, what a window of a sample keeps."""
-    found = run_of("lockstep", WORDS)
+def test_kept_bytes_are_those_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record takes, per token and unit, what a window of a sample keeps; so do its storages."""
+    put, kept_bytes = RegionStore.put, Counter[int]()
+
+    def watched(self: RegionStore, region: Region, storages: Sequence[UntypedStorage]) -> None:
+        kept_bytes[region.owner] += sum([storage.nbytes() for storage in storages])
+        put(self, region, storages)
+
+    monkeypatch.setattr(RegionStore, "put", watched)
+    found = run_of.__wrapped__("lockstep", WORDS)
+    booked = {row[0]: row[4] for row in found.recorder.records}
+    assert {request: kept_bytes[request] for request in booked} == booked
     trainee = found.spec.trainees[0]
     layout = found.spec.room.layout.training[trainee.job.job_id]
     assert layout.windows is not None
