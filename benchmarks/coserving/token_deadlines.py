@@ -1,16 +1,17 @@
 """Claim: `coserve_slo` keeps the deadlines of tokens, at the finetuning of the best fixed rule.
 
 Token i of a request is due i SLOs behind its first, and the policy plans by just that
-(`scheduling.kind=token`). Of the tokens that are in time when requests
-are served alone, 99 % are to stay in time beside a LoRA job, at 97 % or more of the finetuned
-tokens per second of the best fixed (B, k): `coserve` with a budget of B tokens a step and k layers
-back, which keeps 99 % as well. Three rates of ShareGPT requests (shares of the capacity of
-serving), two SLOs (multiples of the mean TPOT of serving alone at the middle rate), micro_llama on
-the CPU's service clock.
+(`scheduling.kind=token`). Of the tokens that are in time when requests are served alone, 99 % are to
+stay in time beside a LoRA job, at 97 % or more of the finetuned tokens per second of the best fixed
+(B, k): `coserve` with a budget of B tokens a step and k layers back, which keeps 99 % as well. Three
+rates of ShareGPT requests (shares of the capacity of serving), two SLOs (5 and 8 times the mean TPOT
+of serving alone at the middle rate: within 3 times it a layer back of a sample leaves no rule 99 %
+of the tokens), micro_llama on the CPU's service clock.
 
 All of B and k are simulated first, with a profile of this machine, to bound the time: the best of
 them by simulation, and those that it says keep nearly enough, are measured. If none of these keeps
-99 %, the next one is measured, until one does. The sweep is printed, with what was measured of it.
+99 %, the next one is measured, until one does, or eight are. The sweep is printed, with what was
+measured of it.
 
 With a predictor that is 20 % too fast (`quote_pace=0.8`) 99 % are to stay in time, too, as quotes
 are corrected by what launches took; its finetuning is printed.
@@ -39,9 +40,10 @@ from tandem.fidelity.protocol import PACE, calibrated, capacity, clock_of, run, 
 
 OUT = Path("benchmarks/results/token_deadlines.csv")
 KEPT, OF_BEST = 0.99, 0.97
-SHARES, SLOS, REQUESTS = (0.3, 0.5, 0.7), (2.0, 4.0), 200
+SHARES, SLOS, REQUESTS = (0.3, 0.5, 0.7), (5.0, 8.0), 200
 BUDGETS, LAYERS = (32, 48, 64, 96, 128, 192, 256, 384, 512), (1, 2)
-NEARLY, MEASURED_FIRST = 0.98, 3  # kept by simulation; how many of these are measured
+NEARLY = 0.98  # kept by simulation
+MEASURED_FIRST, MOST = 3, 8  # how many of these are measured, and how many rules at the most
 REPLAYS = 2  # of the calibration
 MEASURED = ("backend=cpu", "backend.workspace_every=0")
 WITHIN_SLO = (
@@ -156,7 +158,7 @@ def best_fixed(
     """
     best: tuple[FixedRule | None, float] = (None, 0.0)
     alone = served.alone()
-    for number, rule in enumerate(order):
+    for number, rule in enumerate(order[:MOST]):
         if number >= first and best[0] is not None:
             break
         done = served.beside(rule.settings, f"fixed-{rule.budget}-{rule.layers}")
@@ -184,7 +186,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one rate and SLO, 20 requests")
     parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
     chosen = parser.parse_args()
-    shares, slos, requests = ((0.5,), (4.0,), 20) if chosen.quick else (SHARES, SLOS, REQUESTS)
+    shares, slos, requests = ((0.5,), (5.0,), 20) if chosen.quick else (SHARES, SLOS, REQUESTS)
     budgets, first = ((64, 256), 1) if chosen.quick else (BUDGETS, MEASURED_FIRST)
     rules = [FixedRule(budget, layers) for budget in budgets for layers in LAYERS]
     with tempfile.TemporaryDirectory() as temporary:
