@@ -1,12 +1,12 @@
 """Claim: `coserve_slo` keeps the deadlines of tokens, at the finetuning of the best fixed rule.
 
 Token i of a request is due i SLOs behind its first, and the policy plans by just that
-(`scheduling.kind=token`). Of the tokens that are in time when requests are served alone, 99 % are to
-stay in time beside a LoRA job, at 97 % or more of the finetuned tokens per second of the best fixed
-(B, k): `coserve` with a budget of B tokens a step and k layers back, which keeps 99 % as well. Three
-rates of ShareGPT requests (shares of the capacity of serving), two SLOs (5 and 8 times the mean TPOT
-of serving alone at the middle rate: within 3 times it a layer back of a sample leaves no rule 99 %
-of the tokens), micro_llama on the CPU's service clock.
+(`scheduling.kind=token`). Of the tokens that are in time when requests are served alone, 99 % are
+to stay in time beside a LoRA job, at 97 % or more of the finetuned tokens per second of the best
+fixed (B, k): `coserve` with a budget of B tokens a step and k layers back, which keeps 99 % as
+well. Three rates of ShareGPT requests (shares of the capacity of serving), two SLOs (5 and 8 times
+the mean TPOT of serving alone at the middle rate: within 3 times it a layer back of a sample leaves
+no rule 99 % of the tokens), micro_llama on the CPU's service clock.
 
 All of B and k are simulated first, with a profile of this machine, to bound the time: the best of
 them by simulation, and those that it says keep nearly enough, are measured. If none of these keeps
