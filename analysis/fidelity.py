@@ -141,9 +141,10 @@ def table_of(case: str, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
 
 
 def spread_of(values: np.ndarray) -> float:
-    """The interquartile range of reruns over their median."""
+    """The interquartile range of reruns over their median; 0 of a median of 0."""
     low, high = np.percentile(values, (25, 75))
-    return float((high - low) / np.median(values))
+    middle = float(np.median(values))
+    return float(high - low) / middle if middle else 0.0
 
 
 def middle(errors: np.ndarray) -> tuple[float, float]:

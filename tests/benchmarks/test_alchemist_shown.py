@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.test_shown import is_there
 
 RUNS = "tests/finetuning/test_record_runs.py"
-CHOICE = "tests/policies/test_alchemist.py"
+CHOICE = "tests/finetuning/test_alchemist.py"
 FEEDBACK = "tests/policies/test_feedback.py"
 FEEDBACK_RUNS = "tests/finetuning/test_feedback_runs.py"
 POLICY = "tests/engine/test_records.py"
@@ -93,7 +93,8 @@ ABSENT = {
         "answer's: products of other shapes, which round differently"
     ),
     "when it pays: the crossover of link and delay": (
-        "alchemist_link and alchemist_delay sweep it in simulation; no point on the wall clock yet"
+        "benchmarks/coserving/when_it_pays.py looks for it in simulation and on the wall clock; it "
+        "has no row yet"
     ),
     "a host headroom": "the host's memory is the bound: records of less value end there first",
     "the ids of ShareGPT's answers": "they are drawn: a trace has lengths of answers, no text",
