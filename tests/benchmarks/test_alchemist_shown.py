@@ -81,6 +81,7 @@ SHOWN = {
         f"{FIGURES}::test_the_ends_of_each_axis_compose"
     ),
     "99 % of the tokens stay in time at 80 % load": "benchmarks/coserving/records_give_way.py",
+    "when it pays: the crossover of link and delay": "benchmarks/coserving/when_it_pays.py",
     "published figures of Alchemist": "benchmarks/coserving/alchemist_published.py",
 }
 UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
@@ -91,10 +92,6 @@ ABSENT = {
     "to the bit with a whole record": (
         "a record is computed with the prompt's other rows, and the last prompt token with the "
         "answer's: products of other shapes, which round differently"
-    ),
-    "when it pays: the crossover of link and delay": (
-        "benchmarks/coserving/when_it_pays.py looks for it in simulation and on the wall clock; it "
-        "has no row yet"
     ),
     "a host headroom": "the host's memory is the bound: records of less value end there first",
     "the ids of ShareGPT's answers": "they are drawn: a trace has lengths of answers, no text",
