@@ -124,7 +124,8 @@ def trained_apart(folder: Path, profile: Path, load: float, reruns: int) -> pd.D
     words = [*ALONE, f"training.data.run={folder / 'predicted'}", f"profile={profile}"]
     predicted = run(words, folder / "apart" / "predicted")
     guess, errors, values = figures_of(predicted), Figures(list), Figures(list)
-    for served in steady_runs(folder)[:reruns]:
+    steady = steady_runs(folder)[:reruns]
+    for served in steady:
         words = [*ALONE, f"training.data.run={served}", *MEASURED, clock_of(profile)]
         done = figures_of(run(words, folder / "apart" / served.parent.name))
         for figure in (TRAINED, DEVICE_PEAK):
@@ -135,13 +136,16 @@ def trained_apart(folder: Path, profile: Path, load: float, reruns: int) -> pd.D
         (case, f, median(values[f]), median(own), max(own, key=abs), bars[f], used_of(own, bars[f]))
         for f, own in errors.items()
     ]
+    if len(steady) < reruns:
+        rows.append((case, "steady_reruns, apart", len(steady), -1.0, -1.0, math.nan, math.inf))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def steady_runs(folder: Path) -> list[Path]:
     """The measured runs of a case that count, in their order."""
     found = sorted(folder.glob("run*/measured"), key=lambda path: int(path.parent.name[3:]))
-    return [path for path in found if counts(drift(load_run(path)) or 0.0)]
+    moves = {path: drift(load_run(path)) for path in found}
+    return [path for path, moved in moves.items() if moved is not None and counts(moved)]
 
 
 def used_of(errors: Sequence[float], bar: float) -> float:
