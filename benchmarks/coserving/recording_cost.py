@@ -7,7 +7,11 @@ well (record=everything) holds exactly (prompt + answer - 1) / prompt times the 
 token of an answer is computed by none; what it adds to TPOT is printed. Each token of an answer is
 a window of its own, so that planning takes most of that.
 
-Service clock, micro_llama. Run it alone, on a machine at rest.
+What is kept of a token grows with the width of a model, what is computed with its square: one layer
+as wide as those of models of 1B (2,048) is judged. micro_llama (128), whose launch of 128 tokens
+takes 2 ms, is printed beside.
+
+Service clock. Run it alone, on a machine at rest.
 """
 
 from __future__ import annotations
@@ -31,6 +35,15 @@ LOADS, REQUESTS, REPEATS = (0.5, 0.8), 200, 3
 FEW = 20  # requests whose answers are recorded as well
 REPLAYS = 2  # of the calibration
 BAR = 0.03
+JUDGED = "wide_llama"
+MODELS = {
+    JUDGED: (
+        *("model.name=wide_llama", "model.num_layers=1", "model.hidden_size=2048"),
+        *("model.num_heads=16", "model.num_kv_heads=4", "model.head_dim=128"),
+        "model.intermediate_size=5632",
+    ),
+    "micro_llama": (),
+}
 COLUMNS = ["case", "figure", "measured", "bar", "used"]
 MEASURED = ("backend=cpu", "backend.workspace_every=0")
 NEVER = (  # no feedback comes while requests are served
@@ -44,10 +57,11 @@ NEVER = (  # no feedback comes while requests are served
 
 
 def recording(
-    root: Path, profile: Path, loads: Sequence[float], requests: int, repeats: int
+    root: Path, name: str, loads: Sequence[float], requests: int, repeats: int
 ) -> list[tuple[object, ...]]:
-    """Rows of what recording costs requests, in turns with runs that record nothing."""
-    words = [*NEVER, f"limit={requests}"]
+    """Rows of what recording costs a model's requests, in turns with runs that record nothing."""
+    words = [*NEVER, *MODELS[name], f"limit={requests}"]
+    profile = calibrated([*words, *MEASURED, f"{PACE}auto"], root / "profile", REPLAYS, say)
     backend = (*MEASURED, clock_of(profile))
     most = capacity(words, backend, root / "capacity")
     rows = list[tuple[object, ...]]()
@@ -59,9 +73,9 @@ def recording(
                 where = root / f"{load}-{kind}-{number}"
                 done = run([*given, f"scheduling.record={kind}"], where)
                 found.setdefault(kind, []).append(done)
-        case = f"recording at {load:.0%}"
+        case = f"{name} at {load:.0%}"
         for figure in ("mean_tpot_s", "mean_ttft_s"):
-            is_judged = figure == "mean_tpot_s" or load == min(LOADS)
+            is_judged = name == JUDGED and (figure == "mean_tpot_s" or load == min(LOADS))
             bar = BAR if is_judged else float("nan")
             added = added_share(found["all"], found["none"], figure)
             rows.append((case, figure, added, bar, max(0.0, added) / bar))
@@ -109,9 +123,9 @@ def main() -> int:
     loads, requests, repeats = ((0.5,), 20, 1) if chosen.quick else (LOADS, REQUESTS, REPEATS)
     with tempfile.TemporaryDirectory() as temporary:
         root = (chosen.keep or Path(temporary)).resolve()
-        words = [*NEVER, f"limit={requests}", *MEASURED, f"{PACE}auto"]
-        profile = calibrated(words, root / "profile", REPLAYS, say)
-        rows = recording(root, profile, loads, requests, repeats)
+        rows = recording(root / JUDGED, JUDGED, loads, requests, repeats)
+        if not chosen.quick:
+            rows += recording(root / "micro_llama", "micro_llama", loads[:1], requests, 1)
     table = pd.DataFrame(rows, columns=COLUMNS)
     out = OUT.with_stem("recording_cost_part") if chosen.quick else OUT
     return finish("recording_cost_worst", table, out)

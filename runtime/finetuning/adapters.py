@@ -6,7 +6,8 @@ for the rows of its own requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 
 from engine.contract.adapters import AdapterSpec
 from engine.contract.plan import Copy, Slice
@@ -22,7 +22,7 @@ from engine.contract.regions import Place, Region, Tier, adapter_place
 from models.parameters import adapter_parameters, layer_name
 from models.spec import ModelSpec
 from runtime.finetuning.products import LayerProduct, products_of
-from runtime.finetuning.recording import weight_of
+from runtime.finetuning.recording import Fusing
 from runtime.serving.model import first_of
 from runtime.serving.packing import Packed
 from runtime.training.store import RegionStore, State, as_bytes, flat_parts
@@ -118,15 +118,22 @@ class ServedAdapters:
         self._declare(op.dst.region, partial(_copied, storage))
         self._store.grow(op.dst, storage.nbytes())
 
-    def through(self, slices: Sequence[Slice], packed: Packed) -> AdaptedRows | None:
-        """What runs the rows of a launch through adapters, but those that are recorded.
+    def through(
+        self, slices: Sequence[Slice], packed: Packed
+    ) -> Callable[[], AbstractContextManager[Any]] | None:
+        """What makes a context for the layers of a launch; None where no row has an adapter."""
+        found = self.rows(slices, packed)
+        return None if found is None else found.context
+
+    def rows(self, slices: Sequence[Slice], packed: Packed) -> AdaptedRows | None:
+        """The rows of a launch that run through adapters, but those that are recorded.
 
         Args:
             slices: Of the launch.
             packed: Its rows.
 
         Returns:
-            A context for the layers of the launch; None where no row has an adapter.
+            None where no row has an adapter.
         """
         versions = {s.job.job_id: s.job.adapter for s in slices if not s.record}
         rows, stop = dict[Place, list[int]](), 0
@@ -136,7 +143,9 @@ class ServedAdapters:
             start, stop = stop, end
             if (version := versions.get(piece.job_id)) is not None:
                 rows.setdefault(version.place(), []).extend(range(start, stop))
-        return AdaptedRows(self, rows) if rows else None
+        if not rows:
+            return None
+        return AdaptedRows(self, {place: torch.tensor(own) for place, own in rows.items()})
 
     def products(
         self, region: Region, products: Mapping[int, LayerProduct]
@@ -202,46 +211,49 @@ class ServedAdapters:
         return found
 
 
-class AdaptedRows(TorchFunctionMode):
-    """Around the layers of a launch: what adapters add to the products of their rows."""
+class AdaptedRows(NamedTuple):
+    """The rows of a launch that run through adapters.
 
-    def __init__(self, adapters: ServedAdapters, rows: Mapping[Place, Sequence[int]]) -> None:
+    Attributes:
+        adapters: Those of the run.
+        rows: By place of a version, the rows that run through it.
+    """
+
+    adapters: ServedAdapters
+    rows: Mapping[Place, Tensor]
+
+    def context(self) -> Fusing:
+        """A context for the layers of the launch."""
+        return Fusing((), (self.added(),))
+
+    def added(self) -> AdaptedProducts:
+        """What the versions add, looked up behind their copies: as the launch begins."""
+        pairs = self.rows.items()
+        found = [(own, self.adapters.matrices(place.region)) for place, own in pairs]
+        return AdaptedProducts(self.adapters, found)
+
+
+class AdaptedProducts:
+    """What adapters add to the products of a launch."""
+
+    def __init__(
+        self, adapters: ServedAdapters, found: Sequence[tuple[Tensor, Mapping[str, Matrices]]]
+    ) -> None:
         """
         Args:
             adapters: Those of the run.
-            rows: By place of a version, the rows of the launch that run through it.
+            found: Rows that run through a version, and its matrices by product.
         """
-        super().__init__()
-        self._adapters = adapters
-        self._rows = {place: torch.tensor(own) for place, own in rows.items()}
-        self._found: list[tuple[Tensor, dict[str, Matrices]]] = []
+        self._adapters, self._found = adapters, found
 
-    def __enter__(self) -> AdaptedRows:
-        """Looks the matrices up: copies to the device have ended by now."""
-        rows = self._rows.items()
-        self._found = [(own, self._adapters.matrices(place.region)) for place, own in rows]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._found = []
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if (weight := weight_of(func, args)) is not None:
-            parts = self._adapters.parts(weight)
-            inputs, flat = args[0] if func is linear else args[1], out
-            if out.dim() > 2:
-                inputs, flat = inputs.flatten(0, -2), out.flatten(0, -2)
-            for rows, matrices in self._found:
-                chosen: Tensor | None = None
-                for columns, name in parts:
-                    if (own := matrices.get(name)) is not None:
-                        if chosen is None:
-                            chosen = inputs.index_select(0, rows)
-                        added = linear(linear(chosen, own.down), own.up)
-                        flat[:, columns].index_add_(0, rows, added, alpha=own.scale)
-        return out
+    def take(self, weight: Tensor, rows: Tensor, out: Tensor) -> None:
+        """See AddsToProducts."""
+        parts = self._adapters.parts(weight)
+        for own, matrices in self._found:
+            chosen: Tensor | None = None
+            for columns, name in parts:
+                if (adapter := matrices.get(name)) is not None:
+                    if chosen is None:
+                        chosen = rows.index_select(0, own)
+                    added = linear(linear(chosen, adapter.down), adapter.up)
+                    out[:, columns].index_add_(0, own, added, alpha=adapter.scale)

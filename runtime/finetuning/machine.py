@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -16,7 +16,7 @@ from engine.contract.plan import Compute, Copy, Op, Slice
 from engine.contract.regions import Kind, Place, Pool, Region, Tier, Work
 from engine.contract.training_progress import Record
 from runtime.executors.machine import Machine, Tokens
-from runtime.finetuning.adapters import ServedAdapters
+from runtime.finetuning.adapters import AdaptedRows, ServedAdapters
 from runtime.finetuning.finetuner import Finetuner, SampleWindow
 from runtime.finetuning.products import INPUT
 from runtime.finetuning.recording import FusedWindow, Fusing
@@ -54,7 +54,7 @@ class PreparedWindows(NamedTuple):
         joined: These windows.
         alone: Windows that run by themselves, each packed.
         others: Slices that go back or update, with the pages of the former.
-        through: Runs rows of requests through their adapters; None where none has one.
+        through: Rows of requests that run through adapters; None where none has one.
         recorded: Slices of prompts that are recorded, behind the windows of `joined`.
     """
 
@@ -63,7 +63,7 @@ class PreparedWindows(NamedTuple):
     joined: tuple[JobWindow, ...]
     alone: tuple[tuple[JobWindow, Packed], ...]
     others: tuple[tuple[Slice, SampleWindow | None], ...]
-    through: AbstractContextManager[Any] | None = None
+    through: AdaptedRows | None = None
     recorded: tuple[RecordedRows, ...] = ()
 
 
@@ -160,9 +160,9 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             found.append(RecordedRows(piece.job_id, learner, version.place().region, *bounds))
         return tuple(found)
 
-    def _through(self, op: Op, fused: Packed) -> AbstractContextManager[Any] | None:
+    def _through(self, op: Op, fused: Packed) -> AdaptedRows | None:
         assert self._adapters is not None and isinstance(op, Compute), "a launch with adapters"
-        return self._adapters.through(op.slices, fused)
+        return self._adapters.rows(op.slices, fused)
 
     def _begin(self, own: Slice, piece: Piece) -> None:
         """With the first window of a sample its ids become those of the job."""
@@ -213,8 +213,7 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             return ()
         tokens: Tokens = ()
         if prepared.fused is not None:
-            with prepared.through or nullcontext():
-                tokens = (self._fused(prepared.fused, prepared.joined, prepared.recorded),)
+            tokens = (self._fused(prepared, prepared.fused),)
         for (job_id, window, _), packed in prepared.alone:
             finetuner = self._finetuners[job_id]
             with finetuner.weights_of(window):
@@ -223,17 +222,15 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             self._other(own, back)
         return tokens
 
-    def _fused(
-        self, packed: Packed, joined: Sequence[JobWindow], recorded: Sequence[RecordedRows]
-    ) -> Tensor | None:
+    def _fused(self, prepared: PreparedWindows, packed: Packed) -> Tensor | None:
         """One forward of requests and windows; the sampled tokens of the former."""
         decoder, own = self.serving.decoder, list[tuple[Finetuner, SampleWindow, FusedWindow]]()
         keeps = list[tuple[Callable[[int, Mapping[str, Tensor]], None], FusedWindow]]()
-        for job_id, window, first in joined:
+        for job_id, window, first in prepared.joined:
             finetuner = self._finetuners[job_id]
             own.append((finetuner, window, finetuner.fused(window, first)))
             keeps.append((partial(finetuner.keep, window), own[-1][2]))
-        for request, learner, version, start, tokens, first in recorded:
+        for request, learner, version, start, tokens, first in prepared.recorded:
             assert self._adapters is not None, "a recorded request runs through an adapter"
             finetuner = self._finetuners[learner]
             products = self._adapters.products(version, finetuner.trainee.by_address)
@@ -241,12 +238,14 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
             keeps.append((partial(finetuner.keep_record, request, start), kept))
         hidden = self.serving.embed(packed)
         angles = decoder.angles(hidden, packed.positions)
+        adapted = () if prepared.through is None else (prepared.through.added(),)
+        fusing = Fusing([fused for _, fused in keeps], adapted)
         with ExitStack() as weights:
             for finetuner, window, _ in own:
                 weights.enter_context(finetuner.weights_of(window))
             for layer in range(len(decoder.layers)):
                 inputs = [fused.began(hidden) for _, fused in keeps]
-                with Fusing([fused for _, fused in keeps]):
+                with fusing:
                     hidden = decoder.layer(layer, hidden, angles, packed.rows)
                 for (keep, fused), rows in zip(keeps, inputs, strict=True):
                     keep(layer, {INPUT: rows, **fused.kept})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -156,16 +156,38 @@ class FusedWindow:
         self.kept[LOG_SUMS] = own(sums.permute(2, 0, 1).flatten(1))
 
 
-class Fusing(TorchFunctionMode):
-    """Around a layer that serves: its products and attention also serve windows.
+class AddsToProducts(Protocol):
+    """Rows of a packed launch that add to its products."""
 
-    Rows of requests are computed as ever. The packer puts windows first, so that the first slices
-    that attend are theirs.
+    def take(self, weight: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Hears of a product: see FusedWindow."""
+
+
+class Fusing(TorchFunctionMode):
+    """Around the layers of a launch that serves: its products and attention also serve windows.
+
+    One mode tells each product to all that add to it: under a second one, whatever the first does
+    would be intercepted again. Rows of requests are computed as ever. The packer puts windows
+    first, so the first slices that attend are theirs.
     """
 
-    def __init__(self, windows: Sequence[FusedWindow]) -> None:
+    def __init__(
+        self, windows: Sequence[FusedWindow], others: Sequence[AddsToProducts] = ()
+    ) -> None:
+        """
+        Args:
+            windows: In the order of their rows.
+            others: Rows that add to products only.
+        """
         super().__init__()
         self._windows, self._slices = windows, 0
+        self._all: tuple[AddsToProducts, ...] = (*others, *windows)
+
+    def __enter__(self) -> Fusing:
+        """Entered anew for each layer in which windows attend."""
+        self._slices = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -174,9 +196,11 @@ class Fusing(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if (weight := weight_of(func, args)) is not None:
-            rows = args[0] if func is linear else args[1]
-            for window in self._windows:
-                window.take(weight, rows.flatten(0, -2), out.flatten(0, -2))
+            rows, flat = args[0] if func is linear else args[1], out
+            if out.dim() > 2:
+                rows, flat = rows.flatten(0, -2), out.flatten(0, -2)
+            for own in self._all:
+                own.take(weight, rows, flat)
         return out
 
     def _attend(

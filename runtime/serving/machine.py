@@ -25,7 +25,9 @@ from runtime.serving.sampling import Sampling, choose
 GPU: Pool = (Tier.GPU, 0)
 
 
-Through = Callable[[Sequence[Slice], Packed], AbstractContextManager[Any] | None]
+Context = Callable[[], AbstractContextManager[Any]]
+"""Made as a launch begins, for its layers."""
+Through = Callable[[Sequence[Slice], Packed], Context | None]
 
 
 class LaunchPart(NamedTuple):
@@ -34,7 +36,7 @@ class LaunchPart(NamedTuple):
     layers: range
     packed: Packed | Frame
     slices: tuple[Slice, ...] = ()  # in the order of the rows, where these are not all layers
-    through: AbstractContextManager[Any] | None = None  # runs rows through adapters
+    through: Context | None = None  # runs rows through adapters
 
 
 class Prepared(NamedTuple):
@@ -217,7 +219,7 @@ class ServingMachine(Machine[Prepared]):
             return self._graphs.run(part.packed)
         if part.through is None:
             return self._forward(part.packed, part.layers, part.slices)
-        with part.through:
+        with part.through():
             return self._forward(part.packed, part.layers, part.slices)
 
     def _forward(self, packed: Packed, layers: range, slices: Sequence[Slice]) -> Tensor | None:
