@@ -7,6 +7,7 @@ import pytest
 from tests.benchmarks.test_shown import is_there
 
 RUNS = "tests/finetuning/test_record_runs.py"
+BOUNDS = "tests/finetuning/test_record_bounds.py"
 CHOICE = "tests/finetuning/test_alchemist.py"
 FEEDBACK = "tests/policies/test_feedback.py"
 FEEDBACK_RUNS = "tests/finetuning/test_feedback_runs.py"
@@ -20,6 +21,9 @@ SHOWN = {
     "losses and adapters are plain torch's, also of stashed weights": (
         f"{RUNS}::test_training_is_that_of_plain_torch"
     ),
+    "gradients in float64, two families": f"{BOUNDS}::test_in_float64",
+    "gradients in float32": f"{BOUNDS}::test_in_float32",
+    "gradients in bfloat16": f"{BOUNDS}::test_in_bfloat16",
     "the same on both clocks of a CPU": f"{RUNS}::test_training_in_measured_time",
     "offloaded or not: equal bits": f"{RUNS}::test_what_is_kept_where_makes_no_difference",
     "negative control: off by one token": f"{RUNS}::test_a_record_off_by_one_token_is_found",
