@@ -22,7 +22,7 @@ FAMILIES = ("llama", "gpt2")
 AS_ONE = 1.25  # times the distance of plain torch from float64, as of windows without records
 
 
-def words_of(family: str, dtype: str) -> tuple[str, ...]:
+def settings_of(family: str, dtype: str) -> tuple[str, ...]:
     """A run whose adapters are on all products."""
     kept = [w for w in WORDS if family == "llama" or not w.startswith(("model=", "model.num_kv"))]
     targets = f"[{','.join(ALL.get(family, GATED))}]"
@@ -32,7 +32,7 @@ def words_of(family: str, dtype: str) -> tuple[str, ...]:
 
 
 def first_gradients(
-    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Run, Gradients]:
     """A run, and the gradients of its first step."""
     found, update = dict[str, Tensor](), Finetuner.update
@@ -47,7 +47,7 @@ def first_gradients(
         update(self, step, chunks)
 
     monkeypatch.setattr(Finetuner, "update", watched)
-    run = run_of.__wrapped__("lockstep", words)
+    run = run_of.__wrapped__("lockstep", settings)
     assert sum([row[SAMPLE] in range(4) for row in run.recorder.records]) > 1, "few used records"
     return run, found
 
@@ -78,13 +78,13 @@ def plain_gradients(run: Run, dtype: str) -> Gradients:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_float64(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with float64():
-        run, own = first_gradients(words_of(family, "float64"), monkeypatch)
+        run, own = first_gradients(settings_of(family, "float64"), monkeypatch)
         assert furthest(own, plain_gradients(run, "float64")) < 1e-12
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_float32(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, own = first_gradients(words_of(family, "float32"), monkeypatch)
+    run, own = first_gradients(settings_of(family, "float32"), monkeypatch)
     plain, exact = plain_gradients(run, "float32"), plain_gradients(run, "float64")
     assert furthest(own, plain) < 5e-6
     assert distance(own, exact) <= AS_ONE * distance(plain, exact)
@@ -92,6 +92,6 @@ def test_in_float32(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, own = first_gradients(words_of(family, "bfloat16"), monkeypatch)
+    run, own = first_gradients(settings_of(family, "bfloat16"), monkeypatch)
     plain, exact = plain_gradients(run, "bfloat16"), plain_gradients(run, "float64")
     assert distance(own, exact) <= AS_ONE * distance(plain, exact)
