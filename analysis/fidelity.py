@@ -40,11 +40,16 @@ TTFT_UP_TO = 0.5  # share of the capacity; near saturation a queue amplifies err
 
 @dataclass(frozen=True)
 class Pair:
-    """A measured run, its prediction, and its plan log replayed in the simulator."""
+    """A measured run, its prediction, and its plan log replayed in the simulator.
+
+    `varied` are predictions with durations a little longer or shorter: what is compared is the
+    median over all predictions.
+    """
 
     measured: Run
     predicted: Run
     replayed: Run
+    varied: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,9 @@ def rerun_rows(case: str, reruns: Sequence[Rerun]) -> pd.DataFrame:
 
 def _compared(pair: Pair) -> dict[str, tuple[float, float, float]]:
     """By measured figure: the measured value, the predicted one (NaN if it lacks), the error."""
-    real, predicted = figures_of(pair.measured), figures_of(pair.predicted)
-    guess = {name: predicted.get(name, np.nan) for name in real}
+    real = figures_of(pair.measured)
+    predicted = [figures_of(run) for run in (pair.predicted, *pair.varied)]
+    guess = {n: float(np.median([one.get(n, np.nan) for one in predicted])) for n in real}
     return {n: (real[n], guess[n], relative_error(guess[n], real[n])) for n in real}
 
 

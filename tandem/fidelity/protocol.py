@@ -51,6 +51,8 @@ GRID = ("profile.json", "steps.parquet", "holdout.parquet", "hashes.json")
 POINT = ".point"  # file beside a run, with the hash of its point
 PACE = "backend.reference_ns="
 PREDICTED = "predicted"  # folder of a case's prediction
+# Factors on durations: reruns of a measurement differ by as much, and what they do by far more.
+PACES = (0.99, 0.9925, 0.995, 0.9975, 1.0025, 1.005, 1.0075, 1.01)
 # Words that choose what trains beside requests, and how it is laid out.
 TRAINS = ("training=", "training.", "training/", "planner=", "planner.")
 
@@ -262,14 +264,23 @@ def pair(case: Case, number: int) -> Pair:
         folders = [Path(case.config_dir)] if case.config_dir else []
         trusted = predicted.config.get("trusted") or []  # by the words of this command itself
         replay_of(predicted, measured, replayed, folders, trusted)
-    return Pair(measured, predicted, load(replayed))
+    return Pair(measured, predicted, load(replayed), varied(case))
 
 
 def prediction(case: Case) -> Run:
     """The simulation of a case by its profile, anew where that has grown since."""
-    folder = case.folder / PREDICTED
+    return _simulation(case, PREDICTED)
+
+
+def varied(case: Case) -> tuple[Run, ...]:
+    """The simulations of a case at paces beside its own."""
+    return tuple([_simulation(case, f"{PREDICTED}-{pace}", f"pace={pace}") for pace in PACES])
+
+
+def _simulation(case: Case, name: str, *settings: str) -> Run:
+    folder = case.folder / name
     if status_of(folder) == OK:
         priced_by = load(folder).provenance.get("profile_hash")
         if priced_by != profile_hash(case.profile):
             cleared(folder)
-    return run(case.predicted, folder, False, case.config_dir)
+    return run((*case.predicted, *settings), folder, False, case.config_dir)

@@ -188,3 +188,14 @@ def test_a_profile_that_has_grown_predicts_anew(tmp_path: Path) -> None:
     again = protocol.prediction(case)
     assert again.provenance["profile_hash"] == profile_hash(case.profile)
     assert again.provenance["profile_hash"] != first.provenance["profile_hash"]
+
+
+def test_predictions_vary_by_their_pace(tmp_path: Path) -> None:
+    case = Case("some", ("limit=2", "model=micro_llama"), tmp_path / "case", tmp_path)
+    case.folder.mkdir()
+    profiled(case.profile, 4000)
+    found = [*protocol.varied(case), protocol.prediction(case)]
+    paces = [run.config["pace"] for run in found]
+    assert sorted(paces) == [0.99, 0.9925, 0.995, 0.9975, 1.0, 1.0025, 1.005, 1.0075, 1.01]
+    ends = sorted(zip(paces, [int(run.requests["finish_ns"].max()) for run in found], strict=True))
+    assert [end for _, end in ends] == sorted({end for _, end in ends}), "one is slower than before"

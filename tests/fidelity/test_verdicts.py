@@ -36,6 +36,7 @@ from analysis.fidelity import (
     judged,
     judgement,
     load_of,
+    table_of,
 )
 from analysis.pages.fidelity_page import headline, write_fidelity_report
 from analysis.run import Run, load
@@ -186,6 +187,16 @@ def test_answers_of_one_token_are_judged_without_tpot(tmp_path: Path) -> None:
     assert note in page.read_text() and note in told(found)
     figure = pd.read_csv(tmp_path / "report/figures/errors.csv")
     assert {*figure["figure"]} == {*JUDGED} - {"mean_tpot_s"}
+
+
+def test_a_prediction_is_the_median_of_simulations(tmp_path: Path) -> None:
+    """Three of steps 4 % too short, as they are and 10 % too long; one of them fails by itself."""
+    paces = [rerun(tmp_path / str(pace), 0, 0.0, pace) for pace in (1.1, 0.96, 1.0)]
+    others = tuple([one.pair.predicted for one in paces[1:]])
+    pair = replace(paces[0].pair, varied=others)
+    errors = table_of("50 %", [pair], 1).set_index("figure")["error"]
+    assert errors["mean_tpot_s"] == pytest.approx(0)
+    assert table_of("50 %", [replace(pair, varied=())], 1)["error"].max() > 0.09
 
 
 def finetuning(run: Run, tokens: int, spare_bytes: int) -> Run:
