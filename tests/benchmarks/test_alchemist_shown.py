@@ -8,6 +8,7 @@ from tests.benchmarks.test_shown import is_there
 
 RUNS = "tests/finetuning/test_record_runs.py"
 BOUNDS = "tests/finetuning/test_record_bounds.py"
+EXACT = "tests/finetuning/test_record_exact.py"
 CHOICE = "tests/finetuning/test_alchemist.py"
 FEEDBACK = "tests/policies/test_feedback.py"
 FEEDBACK_RUNS = "tests/finetuning/test_feedback_runs.py"
@@ -20,6 +21,9 @@ SHOWN = {
     # numerics
     "losses and adapters are plain torch's, also of stashed weights": (
         f"{RUNS}::test_training_is_that_of_plain_torch"
+    ),
+    "to the bit with a whole, unfused record": (
+        f"{EXACT}::test_losses_and_adapters_are_plain_torchs_to_the_bit"
     ),
     "gradients in float64, two families": f"{BOUNDS}::test_in_float64",
     "gradients in float32": f"{BOUNDS}::test_in_float32",
@@ -93,10 +97,6 @@ ABSENT = {
     "speed-up at recorded shares 5 %, 1.3 at .9": UNMEASURED.format("record_reuse"),
     "cost of recording 3 %; bytes of record-all": UNMEASURED.format("recording_cost"),
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
-    "to the bit with a whole record": (
-        "a record is computed with the prompt's other rows, and the last prompt token with the "
-        "answer's: products of other shapes, which round differently"
-    ),
     "a host headroom": "the host's memory is the bound: records of less value end there first",
     "the ids of ShareGPT's answers": "they are drawn: a trace has lengths of answers, no text",
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",

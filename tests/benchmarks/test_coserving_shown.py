@@ -96,6 +96,7 @@ SHOWN = {
     "workspace of a window back": f"{BYTES}::test_a_backward_takes_the_workspace_of_the_tape",
     "workspace of a loss": f"{BYTES}::test_a_loss_takes_the_workspace_of_the_tape",
     # prediction and measurement
+    "tokens in time on cpu, two SLOs, three rates": f"{CLAIMS}/token_deadlines.py",
     "8 memory splits, and the largest share of serving": f"{CLAIMS}/memory_split.py",
     "behaviour of two lanes is marked assumed": (
         f"{LANES}::test_measured_lanes_take_turns_and_say_so"
@@ -145,7 +146,6 @@ ABSENT = {
         "benchmarks/coserving/coserving_fidelity.py has six of its nine cases, at 50 and 80 %; the "
         "peak of the device fails at 80 %"
     ),
-    "tokens in time on cpu, two SLOs, three rates": UNMEASURED.format("token_deadlines"),
     "host share at most 5 %": UNMEASURED.format("host_share"),
     "1, 4, 16 adapters: bytes, loads, TPOT 5 %": UNMEASURED.format("adapters"),
     "fast-forward across windows": (

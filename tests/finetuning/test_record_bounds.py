@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from engine.contract import regions
-from runtime.finetuning.adapters import drawn_adapter
 from runtime.finetuning.finetuner import Finetuner
-from runtime.finetuning.model import NO_LABEL, over_served
-from runtime.serving.model import build_model
+from runtime.finetuning.model import NO_LABEL
 from tests.finetuning.test_co_serving_runs import GPT2, Run, run_of
 from tests.finetuning.test_feedback_runs import requests_of
-from tests.finetuning.test_record_runs import SAMPLE, WORDS
+from tests.finetuning.test_record_runs import SAMPLE, WORDS, plain_model
 from tests.finetuning.windows_by_hand import ALL, GATED, Gradients, distance, float64, furthest
 
 FAMILIES = ("llama", "gpt2")
@@ -54,13 +50,9 @@ def first_gradients(
 
 def plain_gradients(run: Run, dtype: str) -> Gradients:
     """Those of the first step by transformers, peft and torch.autograd, in a dtype."""
-    trainee, spec = run.spec.trainees[0], run.spec.spec
-    job, recipe = trainee.job, trainee.job.recipe
-    model: Any = over_served(build_model(spec, run.spec.seed, attention="sdpa"), recipe).eval()
-    drawn = drawn_adapter(spec, run.spec.room.layout.adapters[0].recipe)
-    first = {f"base_model.model.{name}": matrix for name, matrix in drawn.items()}
-    assert not model.load_state_dict(first, strict=False).unexpected_keys
-    model = model.to(getattr(torch, dtype))
+    trainee = run.spec.trainees[0]
+    job, (model, _) = trainee.job, plain_model(run)
+    model.to(getattr(torch, dtype))
     of_request = {sample.request: i for i, sample in enumerate(job.samples)}
     for k in range(job.microbatches):
         at = of_request[requests_of(run)[k]]

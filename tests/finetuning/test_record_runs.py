@@ -58,17 +58,24 @@ def updates_behind(found: Run) -> list[int]:
     return [row[BEHIND] for row in found.recorder.records if row[SAMPLE] is not None]  # type: ignore[misc]
 
 
+def plain_model(found: Run) -> tuple[Any, Mapping[str, Tensor]]:
+    """The model of transformers and peft with the first version of the adapter, and that."""
+    spec, recipe = found.spec.spec, found.spec.trainees[0].job.recipe
+    model: Any = over_served(build_model(spec, found.spec.seed, attention="sdpa"), recipe).eval()
+    drawn = drawn_adapter(spec, found.spec.room.layout.adapters[0].recipe)
+    first = {f"base_model.model.{name}": matrix for name, matrix in drawn.items()}
+    assert not model.load_state_dict(first, strict=False).unexpected_keys
+    return model, first
+
+
 def trained_plainly(found: Run) -> tuple[list[float], Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Losses, the last adapter and the first one by transformers, peft and torch.optim.
 
     A sample that has used a record has the gradient of the version that served it.
     """
-    trainee, spec = found.spec.trainees[0], found.spec.spec
+    trainee = found.spec.trainees[0]
     job, recipe = trainee.job, trainee.job.recipe
-    model: Any = over_served(build_model(spec, found.spec.seed, attention="sdpa"), recipe).eval()
-    drawn = drawn_adapter(spec, found.spec.room.layout.adapters[0].recipe)
-    first = {f"base_model.model.{name}": matrix for name, matrix in drawn.items()}
-    assert not model.load_state_dict(first, strict=False).unexpected_keys
+    model, first = plain_model(found)
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         own.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay
