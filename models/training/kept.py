@@ -11,7 +11,7 @@ from __future__ import annotations
 from models.parameters import lora_targets, model_parameters
 from models.spec import DTYPE_BYTES, ModelSpec
 from models.training.shape import TrainingShape, UnitShape, WindowBytes, optimizer_item_bytes
-from models.training.tape_known import BackwardBytes
+from models.training.tape_known import BackwardBytes, keeps_signs, packed_width
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
@@ -55,7 +55,8 @@ def kept_token_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     Numbers of the recipe's dtype: the layer's input and the product behind attention (their sum is
     the input of the second norm), queries, keys where each head is normed, attention's output, the
     products into the MLP's activation, and what the first matrix of each adapter makes. In float32:
-    one logarithm of a sum per head.
+    one logarithm of a sum per head. Of a ReLU into a product that does not train: a bit for each
+    number instead (FlexLLM, section 5.2).
 
     Args:
         spec: The model.
@@ -64,11 +65,12 @@ def kept_token_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     Returns:
         Bytes of all of them.
     """
-    inner = (2 if spec.is_gated else 1) * spec.intermediate_size
+    signs = packed_width(spec.intermediate_size) if keeps_signs(spec, recipe) else 0
+    inner = 0 if signs else (2 if spec.is_gated else 1) * spec.intermediate_size
     numbers = 2 * spec.hidden_size + 2 * spec.query_size + inner
     numbers += spec.kv_size if spec.norms_heads else 0
     numbers += len(adapted(spec, recipe)) * (recipe.lora_rank or 0)
-    return numbers * DTYPE_BYTES[recipe.dtype] + spec.num_heads * SUM_BYTES
+    return numbers * DTYPE_BYTES[recipe.dtype] + spec.num_heads * SUM_BYTES + signs
 
 
 def adapted(spec: ModelSpec, recipe: Recipe) -> tuple[str, ...]:

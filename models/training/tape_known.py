@@ -14,7 +14,7 @@ from operator import le
 import numpy as np
 import numpy.typing as npt
 
-from models.parameters import layer_name, model_parameters
+from models.parameters import layer_name, lora_targets, model_parameters
 from models.spec import DTYPE_BYTES, ModelSpec
 from models.training import tape_operators as op
 from models.training.tape import Storage, Tape, Value
@@ -26,6 +26,30 @@ from traces.training.recipe import Recipe
 UNREAD = ("k_proj", "v_proj", "down_proj", "mlp.c_proj", "fc2")
 QUERY_SHARE = 3  # GPT-2's product makes queries, keys and values; the first of them are read
 SCALARS = 4  # of the loss: before and behind each of its divisors
+
+
+RECTIFIED, BEHIND_RECTIFIED = "fc1", "fc2"  # a ReLU lies between these products (OPT)
+BITS = 8  # signs in a byte
+
+
+def keeps_signs(spec: ModelSpec, recipe: Recipe) -> bool:
+    """Whether a layer keeps the signs of its ReLU alone.
+
+    Args:
+        spec: The model.
+        recipe: Of the job; where the product behind the ReLU trains, its inputs are kept.
+
+    Returns:
+        Whether the model has a ReLU, and adapters lie elsewhere.
+    """
+    return spec.family == "opt" and not (
+        recipe.lora_rank is None or BEHIND_RECTIFIED in lora_targets(spec, recipe)
+    )
+
+
+def packed_width(width: int) -> int:
+    """The bytes of so many signs."""
+    return -(-width // BITS)
 
 
 def kept_width(name: str, width: int, norms_heads: bool) -> int:
@@ -67,6 +91,7 @@ class KnownForward(UnitForward):
         super().__init__(tape, spec, job, own, layer_name(spec, spec.num_layers - 1))
         self.tokens = self.rows = tokens
         self._keys, self._copied = keys, copied
+        self._rectified = RECTIFIED if keeps_signs(spec, recipe) else ""
         self.kept: dict[str, Storage] = {}
         self._keep("input", spec.hidden_size)
         self._keep("attention", spec.query_size)
@@ -79,7 +104,10 @@ class KnownForward(UnitForward):
     def _keep_product(self, name: str, weight: Value) -> None:
         """A product, and what the first matrix of its adapter makes."""
         fan_in = self._fan_in(name)
-        if width := kept_width(name, weight.elements // fan_in, self.spec.norms_heads):
+        width = kept_width(name, weight.elements // fan_in, self.spec.norms_heads)
+        if name == self._rectified:
+            self._keep(name, packed_width(width), 1)
+        elif width:
             self._keep(name, width)
         if f"{name}.lora_A.weight" in self.own:
             self._keep(f"{name}.lora_A", self.recipe.lora_rank or 0)
@@ -102,7 +130,7 @@ class KnownForward(UnitForward):
         tape, rows = self.tape, self.rows
         down, up = self.own[f"{name}.lora_A.weight"], self.own[f"{name}.lora_B.weight"]
         narrow = self._known(f"{name}.lora_A", x, down, None)
-        if name in self.kept:
+        if name in self.kept and name != self._rectified:
             change = op.linear(tape, narrow, up, None, rows)
         else:
             change = self._known(f"{name}.lora_B", narrow, up, None)
@@ -117,6 +145,10 @@ class KnownForward(UnitForward):
             storage = self.tape.storage(self.item_bytes)
         elif name.endswith("c_attn"):
             storage = self.tape.storage(elements * self.item_bytes)
+        elif name == self._rectified:
+            bits = self.tape.storage(elements)  # a byte for each, until they are numbers
+            storage = self.tape.storage(elements * self.item_bytes)
+            del bits
         else:
             storage = self.kept[name]
         value = Value(storage, elements, self.item_bytes)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from runtime.finetuning.products import ATTENTION, LOG_SUMS, Role, unread
+from runtime.finetuning.products import ATTENTION, LOG_SUMS, Role, unpacked_signs, unread
 from runtime.finetuning.recording import WindowKV, weight_of
 
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -132,6 +132,8 @@ class Known(TorchFunctionMode):
         shape = (*rows.shape[:-1], role.width)
         if not role.kept:
             return unread(rows, role.width)
+        if role.signs:
+            return unpacked_signs(self._kept[role.name], role.width, rows.dtype).view(shape)
         if role.kept == role.width:
             return self._kept[role.name].view(shape)
         value = rows.new_zeros(shape)

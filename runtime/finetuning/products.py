@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.nn.functional import pad
 
-from models.training.tape_known import kept_width
+from models.training.tape_known import (
+    BEHIND_RECTIFIED,
+    BITS,
+    RECTIFIED,
+    kept_width,
+    packed_width,
+)
 from runtime.training.store import present, typed
 
 INPUT, ATTENTION, LOG_SUMS = "input", "attention", "log_sums"
@@ -26,6 +34,7 @@ class LayerProduct(NamedTuple):
         down: First matrix of the adapter, [rank, inputs].
         up: Second matrix of the adapter, [outputs, rank].
         scale: Factor of what the adapter adds.
+        signs: Whether a bit is kept of each, its sign behind the adapter: a ReLU reads no more.
     """
 
     name: str
@@ -35,6 +44,7 @@ class LayerProduct(NamedTuple):
     down: Tensor | None = None
     up: Tensor | None = None
     scale: float = 1.0
+    signs: bool = False
 
 
 class Role(NamedTuple):
@@ -44,11 +54,13 @@ class Role(NamedTuple):
         name: Under which its values are kept.
         width: Numbers that the product makes of a token.
         kept: How many of them are kept; the others are read by nothing.
+        signs: Whether a bit is kept of each.
     """
 
     name: str
     width: int
     kept: int
+    signs: bool = False
 
 
 class Field(NamedTuple):
@@ -77,8 +89,14 @@ def products_of(layer: nn.Module) -> tuple[LayerProduct, ...]:
             continue
         width = int(base.nf if hasattr(base, "nf") else base.out_features)
         kept = kept_width(name, width, norms_heads)
-        found.append(LayerProduct(name, base.weight, width, kept, *_adapter(module)))
+        signs = name == RECTIFIED and not _trains(modules[BEHIND_RECTIFIED])
+        found.append(LayerProduct(name, base.weight, width, kept, *_adapter(module), signs))
     return tuple(found)
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether a product or its adapter trains, so that a backward reads its inputs."""
+    return any([parameter.requires_grad for parameter in module.parameters()])
 
 
 def _adapter(module: Any) -> tuple[Tensor | None, Tensor | None, float]:
@@ -92,16 +110,17 @@ def _adapter(module: Any) -> tuple[Tensor | None, Tensor | None, float]:
 def roles_of(products: Sequence[LayerProduct]) -> dict[int, Role]:
     """Which matrices a backward does not compute with again, by identity of the matrix.
 
-    An adapter's second matrix is not among them, unless nothing reads what it makes.
+    An adapter's second matrix is not among them, unless nothing reads what it makes, or signs of
+    its sum are kept.
     """
     found = dict[int, Role]()
     for product in products:
-        found[id(product.weight)] = Role(product.name, product.width, product.kept)
+        found[id(product.weight)] = Role(product.name, product.width, product.kept, product.signs)
         if product.down is None or product.up is None:
             continue
         rank = len(product.down)
         found[id(product.down)] = Role(f"{product.name}.lora_A", rank, rank)
-        if not product.kept:
+        if not product.kept or product.signs:
             found[id(product.up)] = Role(f"{product.name}.lora_B", product.width, 0)
     return found
 
@@ -121,9 +140,40 @@ def fields_of(
     Returns:
         Fields in the order in which they lie.
     """
-    products = [Field(role.name, role.kept, dtype) for role in roles.values() if role.kept]
+    products = [_field(role, dtype) for role in roles.values() if role.kept]
     own = Field(INPUT, hidden, dtype), Field(ATTENTION, queries, dtype)
     return (*own, Field(LOG_SUMS, heads, wide(dtype)), *products)
+
+
+def _field(role: Role, dtype: torch.dtype) -> Field:
+    if role.signs:
+        return Field(role.name, packed_width(role.kept), torch.uint8)
+    return Field(role.name, role.kept, dtype)
+
+
+def rectified(parts: Iterable[LayerProduct | Role]) -> str | None:
+    """The name of the product of a layer of which signs are kept; None where there is none."""
+    return next((part.name for part in parts if part.signs), None)
+
+
+def packed_signs(rows: Tensor) -> Tensor:
+    """A bit of each number that is above zero, [T, width] -> [T, packed_width(width)] bytes."""
+    bits = rows.gt(0).view(torch.uint8)
+    if lacks := -bits.shape[-1] % BITS:
+        bits = pad(bits, (0, lacks))
+    packed: Tensor = bits.unflatten(-1, (-1, BITS)).mul_(_powers()).sum(-1, dtype=torch.uint8)
+    return packed
+
+
+def unpacked_signs(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """One for each bit, and zero where none is, [T, width]: alike to a ReLU's backward."""
+    ones = packed.unsqueeze(-1).bitwise_and(_powers()).ne_(0)
+    return ones.flatten(-2)[..., :width].to(dtype)
+
+
+@cache
+def _powers() -> Tensor:
+    return torch.tensor([1 << bit for bit in range(BITS)], dtype=torch.uint8)
 
 
 def unread(rows: Tensor, width: int) -> Tensor:

@@ -7,10 +7,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear, relu, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from runtime.finetuning.products import ATTENTION, LOG_SUMS, LayerProduct, Role, own, unread
+from runtime.finetuning.products import (
+    ATTENTION,
+    LOG_SUMS,
+    LayerProduct,
+    Role,
+    own,
+    packed_signs,
+    rectified,
+    unread,
+)
 from runtime.serving.kv import Arena
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA calls on a CPU
@@ -76,6 +85,7 @@ class Recording(TorchFunctionMode):
         """
         super().__init__()
         self._roles, self._kv, self._slots = roles, kv, slots
+        self._rectified = rectified(roles.values())
         self.kept: dict[str, Tensor] = {}
 
     def __torch_function__(
@@ -84,8 +94,10 @@ class Recording(TorchFunctionMode):
         role = self._roles.get(id(weight_of(func, args)))
         if role is not None and not role.kept and self._slots is None:
             return unread(args[0] if func is linear else args[1], role.width)
+        if func is relu and self._rectified is not None:
+            self.kept[self._rectified] = packed_signs(args[0].flatten(0, -2))
         out = func(*args, **(kwargs or {}))
-        if role is not None and role.kept:
+        if role is not None and role.kept and not role.signs:
             self.kept[role.name] = own(out.flatten(0, -2)[:, : role.kept])
         return out
 
@@ -116,6 +128,7 @@ class FusedWindow:
             tokens: Its rows.
         """
         self._products, self.rows = products, slice(first, first + tokens)
+        self._rectified = rectified(products.values())
         self.kept: dict[str, Tensor] = {}
 
     def began(self, hidden: Tensor) -> Tensor:
@@ -132,12 +145,17 @@ class FusedWindow:
         """
         for columns, product in self._parts(weight):
             part = out[self.rows, columns]
-            if product.kept:
+            if product.kept and not product.signs:
                 self.kept[product.name] = part[:, : product.kept].clone()
             if product.down is not None and product.up is not None:
                 narrow = linear(rows[self.rows], product.down)
                 self.kept[f"{product.name}.lora_A"] = narrow
                 part += linear(narrow, product.up) * product.scale
+
+    def rectifies(self, rows: Tensor) -> None:
+        """Keeps the signs of what comes into a ReLU, [T, width], if they are all it needs."""
+        if self._rectified is not None:
+            self.kept[self._rectified] = packed_signs(rows[self.rows])
 
     def _parts(self, weight: Tensor) -> list[tuple[slice, LayerProduct]]:
         """The products of a matrix, and their columns in what it makes."""
@@ -194,6 +212,9 @@ class Fusing(TorchFunctionMode):
     ) -> Any:
         if func is scaled_dot_product_attention and self._slices < len(self._windows):
             return self._attend(*args, **(kwargs or {}))
+        if func is relu:
+            for window in self._windows:
+                window.rectifies(args[0].flatten(0, -2))
         out = func(*args, **(kwargs or {}))
         if (weight := weight_of(func, args)) is not None:
             rows, flat = args[0] if func is linear else args[1], out

@@ -31,6 +31,10 @@ SHOWN = {
     "one window, unfused, is plain torch and peft": (
         "tests/finetuning/test_windows_exact.py::test_one_window_is_plain_torch_bit_for_bit"
     ),
+    "ReLU as bits": (
+        "tests/finetuning/test_windows_memory.py"
+        "::test_a_relu_keeps_bits_where_nothing_trains_behind_it"
+    ),
     "kept or computed again: equal bits": f"{RUNS}::test_kept_or_computed_again_gives_equal_bits",
     "kept or offloaded: equal bits on every clock": (
         f"{RUNS}::test_kept_or_offloaded_gives_equal_bits_on_every_clock"
@@ -152,7 +156,6 @@ ABSENT = {
         "steps that finetune differ from one another; a cell of 600 s takes 7 to 14 s of CPU"
     ),
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
-    "ReLU as bits": "what it makes is kept whole, for an adapter of the product behind it",
     "20 steps of SGD at 1.5 times, each": (
         "five trainings together: single ones reach 1.64 (tests/finetuning/test_twenty_steps.py)"
     ),

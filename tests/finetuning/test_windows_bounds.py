@@ -34,6 +34,17 @@ def test_gradients_in_float64(family: str, kind: str, seed: int) -> None:
         assert made.finetuner.loss(0) == pytest.approx(loss, rel=1e-6)  # kept in float32
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_behind_the_signs_of_a_relu(seed: int) -> None:
+    with float64():
+        rng = random.Random(seed)
+        sample = Sample(rng.randint(40, 90), rng.randint(0, 20))
+        made = ByHand("opt", recipe_of("opt", "lora_attention", dtype="float64"), [sample])
+        made.randomly(rng)
+        _, expected = made.plainly()
+        assert furthest(made.gradients(), expected) < 1e-12
+
+
 @pytest.mark.broad(4)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)

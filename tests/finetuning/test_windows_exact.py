@@ -9,7 +9,7 @@ from tests.finetuning.windows_by_hand import ByHand, recipe_of
 from tests.support.hand_made import FAMILIES
 from traces.serving.request import Sample
 
-KINDS = ("lora_all", "lora_down", "full")
+KINDS = ("lora_all", "lora_attention", "lora_down", "full")
 
 
 @pytest.mark.broad(3)

@@ -30,10 +30,12 @@ from tests.support.hand_made import FAMILIES, own_model
 from traces.serving.request import Sample
 from traces.training.recipe import Recipe
 
+KINDS = ("lora_all", "lora_attention", "lora_down", "full")
+
 
 @pytest.mark.broad(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_keeps_the_bytes_of_the_formula(family: str, kind: str, dtype: str) -> None:
     made, done = ByHand(family, recipe_of(family, kind, dtype=dtype), [Sample(50)]), 0
@@ -46,6 +48,16 @@ def test_a_layer_keeps_the_bytes_of_the_formula(family: str, kind: str, dtype: s
             if stay.place.region.kind is Kind.ACTIVATION and stay.place.region.part:
                 is_layer = stay.place.region.part <= made.spec.num_layers
                 assert stay.nbytes == (done * nbytes if is_layer else 0)
+
+
+def test_a_relu_keeps_bits_where_nothing_trains_behind_it() -> None:
+    """A bit for each of its 96 numbers instead of four bytes, where adapters are on attention."""
+    spec = FAMILIES["opt"]
+    every, few = (
+        kept_token_bytes(spec, recipe_of("opt", kind)) for kind in ("lora_all", "lora_attention")
+    )
+    narrow = 4 * 4 * 4  # four products fewer have adapters of rank 4
+    assert every - few == narrow + spec.intermediate_size * 4 - spec.intermediate_size // 8
 
 
 def test_a_layer_that_runs_again_keeps_its_input() -> None:
@@ -108,7 +120,7 @@ WINDOWS = [(64, 0, 64), (16, 0, 64), (16, 32, 32), (16, 0, 16)]  # tokens forwar
 
 @pytest.mark.broad(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_backward_takes_the_workspace_of_the_tape(family: str, kind: str, dtype: str) -> None:
     for forward, start, tokens in WINDOWS:
@@ -131,7 +143,7 @@ def test_a_backward_takes_the_workspace_of_the_tape(family: str, kind: str, dtyp
 
 @pytest.mark.broad(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_runs_again_finds_its_workspace_booked(
     family: str, kind: str, dtype: str
@@ -205,7 +217,7 @@ def test_a_window_of_any_size_peaks_where_its_tape_does(name: str, recipe: Recip
         assert found == max(tape_known._played(spec, recipe, tokens, keys, copied))
 
 
-@pytest.mark.parametrize("kind", ["lora_all", "lora_down", "full"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_terms_of_workspace_are_the_tapes(family: str, kind: str) -> None:
     """What a policy is told at each step is what a tape finds, window by window."""

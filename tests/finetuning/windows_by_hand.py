@@ -40,6 +40,7 @@ ALL = {
 }
 GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DOWN = {"gpt2": ("mlp.c_proj",), "opt": ("fc2",)}
+ATTENTION = {"gpt2": ("c_attn",)}
 Gradients = dict[str, Tensor]
 
 
@@ -53,11 +54,15 @@ def float64() -> Iterator[None]:
 
 
 def recipe_of(family: str, kind: str, **fields: Any) -> Recipe:
-    """A recipe of SGD: `kind` is lora_all, lora_down or full."""
+    """A recipe of SGD: `kind` is lora_all, lora_attention, lora_down or full."""
     fields = {"optimizer": "sgd", "learning_rate": 0.02, "weight_decay": 0.0, **fields}
     if kind == "full":
         return Recipe(**fields)
-    targets = ALL.get(family, GATED) if kind == "lora_all" else DOWN.get(family, ("down_proj",))
+    targets = {
+        "lora_all": ALL.get(family, GATED),
+        "lora_attention": ATTENTION.get(family, ("q_proj", "v_proj")),
+        "lora_down": DOWN.get(family, ("down_proj",)),
+    }[kind]
     return Recipe(lora_rank=4, lora_alpha=8.0, lora_targets=targets, **fields)
 
 
