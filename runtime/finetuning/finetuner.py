@@ -208,6 +208,7 @@ class Finetuner:
             labels = self.ids(microbatch, sample)[0, low + 1 : window.stop + 1]
             if window.stop == sample.tokens:
                 labels = pad(labels, (0, 1), value=NO_LABEL)
+            labels = _masked(labels, sample, low + 1)
             parameters, trained = self._trained(trainee.num_units - 1)
             with torch.enable_grad():
                 rows = hidden[:, low - window.start :].detach().requires_grad_()
@@ -467,3 +468,13 @@ class Finetuner:
 
     def _named(self, what: str, window: SampleWindow, units: range) -> str:
         return f"{what}({units}, {window.microbatch}) of job {self.job.job_id}"
+
+
+def _masked(labels: Tensor, sample: Sample, first: int) -> Tensor:
+    """Labels from token `first` on, without those that the sample only reads."""
+    if not sample.read:
+        return labels
+    masked = labels.clone()
+    for start, stop in sample.read:
+        masked[max(0, start - first) : max(0, stop - first)] = NO_LABEL
+    return masked

@@ -68,6 +68,8 @@ SHOWN = {
     "fast-forward goes on beside a job that has no sample": (
         "tests/policies/test_idle_finetuning.py::test_spared_questions_change_nothing"
     ),
+    "loss masks: turns of a user are read": (f"{ENGINE}::test_turns_that_are_read_have_no_label"),
+    "gradients of a dialogue": f"{BOUNDS}::test_gradients_of_a_dialogue_whose_turns_are_read",
     "labels cross windows": (
         f"{ENGINE}::test_labels_cross_the_borders_of_windows_and_leave_the_prompt_out"
     ),
@@ -159,7 +161,6 @@ ABSENT = {
     "20 steps of SGD at 1.5 times, each": (
         "five trainings together: single ones reach 1.64 (tests/finetuning/test_twenty_steps.py)"
     ),
-    "loss masks with holes": "a sample has one prompt without a loss, and one answer",
     "the SLO attainment that FlexLLM draws": "published as curves, without numbers",
 }
 

@@ -162,6 +162,10 @@ def test_a_restart_forgets_the_sample_and_keeps_those_before() -> None:
         ([Sample(1)], "sample 0 has 1 tokens; 2 to sequence_tokens=8 are possible"),
         ([Sample(9)], "sample 0 has 9 tokens"),
         ([Sample(8, 8)], "sample 0 has 8 prompt tokens of 8; at least one must carry a loss"),
+        ([Sample(8, 3, read=((2, 5),))], r"reads \[\(2, 5\)\] behind 3 of its prompt"),
+        ([Sample(8, 3, read=((4, 9),))], r"spans \[start, stop\) come in order"),
+        ([Sample(8, 3, read=((6, 7), (4, 5)))], r"come in order"),
+        ([Sample(8, 3, read=((3, 8),))], "leave a token with a loss"),
         ([Sample(8, 0, 5), Sample(8, 0, 4)], "put samples in the order of their release"),
     ],
 )
@@ -186,6 +190,20 @@ def test_labels_cross_the_borders_of_windows_and_leave_the_prompt_out() -> None:
             assert sample.labels(start, stop) == len(own)
             assert sample.loss_rows(start, stop) == (stop - own[0] if own else 0)
     assert Sample(10).labels(0, 10) == 9
+
+
+@pytest.mark.parametrize(
+    "read", [((5, 7),), ((4, 6), (8, 9)), ((4, 5), (5, 7)), ((6, 12),), ((9, 12),), ((5, 5),)]
+)
+def test_turns_that_are_read_have_no_label(read: tuple[tuple[int, int], ...]) -> None:
+    sample = Sample(12, prompt_tokens=4, read=read)
+    read_tokens = {token for start, stop in read for token in range(start, stop)}
+    rows = [i for i in range(12) if 4 <= i + 1 < 12 and i + 1 not in read_tokens]
+    for start in range(12):
+        for stop in range(start, 13):
+            own = [i for i in rows if start <= i < stop]
+            assert sample.labels(start, stop) == len(own)
+            assert sample.loss_rows(start, stop) == (stop - own[0] if own else 0)
 
 
 # ---- places

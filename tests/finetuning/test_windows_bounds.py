@@ -34,6 +34,20 @@ def test_gradients_in_float64(family: str, kind: str, seed: int) -> None:
         assert made.finetuner.loss(0) == pytest.approx(loss, rel=1e-6)  # kept in float32
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_a_dialogue_whose_turns_are_read(family: str) -> None:
+    """Windows begin and end within turns of the user, at their borders, and lie in one whole."""
+    read = ((21, 34), (40, 41), (55, 70))
+    for seed in SEEDS:
+        with float64():
+            recipe = recipe_of(family, "lora_all", dtype="float64")
+            made = ByHand(family, recipe, [Sample(80, 9, read=read)])
+            made.randomly(random.Random(seed), most=15)
+            loss, expected = made.plainly()
+            assert furthest(made.gradients(), expected) < 1e-12
+            assert made.finetuner.loss(0) == pytest.approx(loss, rel=1e-6)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradients_behind_the_signs_of_a_relu(seed: int) -> None:
     with float64():

@@ -242,7 +242,8 @@ def plain_gradients(
             made.job.sample(microbatch).prompt_tokens,
         )
         labels = ids.clone()
-        labels[:, :prompt] = NO_LABEL
+        for start, stop in ((0, prompt), *made.job.sample(microbatch).read):
+            labels[:, start:stop] = NO_LABEL
         out = model(input_ids=ids, labels=labels, use_cache=False)
         loss = out.loss
         if out.logits.dtype == torch.float64:  # transformers rounds logits to float32

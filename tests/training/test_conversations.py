@@ -53,6 +53,50 @@ def test_prompts_have_the_ids_with_which_they_are_served(path: str, tmp_path: Pa
     }
 
 
+SESSION = [  # number, session, turn, prompt and output tokens
+    (0, 1, 0, 5, 3),
+    (1, 2, 0, 9, 4),
+    (2, 1, 1, 12, 6),
+    (3, 1, 2, 18, 2),  # the user says nothing
+    (4, 2, 1, 10, 7),  # its prompt lacks what was said before
+    (5, None, 0, 30, 3),
+]
+
+
+@pytest.fixture
+def sessions(tmp_path: Path) -> str:
+    requests = [Request(i, 0, p, o, session=s, turn=t) for i, s, t, p, o in SESSION]
+    write_trace(tmp_path / "sessions.parquet", requests, {"source": "a test"})
+    return str(tmp_path / "sessions.parquet")
+
+
+def test_the_turns_of_a_session_are_one_sample(sessions: str, tmp_path: Path) -> None:
+    source = ConversationSamples(path=sessions, dialogues=True)
+    found = source.samples(256, 0, tmp_path)
+    dialogue = Sample(20, 5, read=((8, 12),))
+    assert sorted(found) == sorted([dialogue, Sample(13, 9), Sample(17, 10), Sample(33, 30)])
+    assert dialogue.labels(0, 20) == 3 + 6 + 2
+    batches = source.batches(TrainingJob(9, 0, 4, 256, samples=found), 97, tmp_path)
+    ids = batches.ids(found.index(dialogue))
+    assert ids.shape == (1, 20)
+    assert ids[0, :18].tolist() == list(prompt_of(Request(3, 0, 18, 2), 97, 0))
+    assert batches.account() == {
+        "answer_tokens": 11 + 4 + 7 + 3,
+        "prompt_tokens": 5 + 4 + 9 + 10 + 30,
+    }
+
+
+@pytest.mark.parametrize(
+    ("longest", "cut"), [(19, Sample(19, 5, read=((8, 12),))), (10, Sample(10, 5, read=((8, 10),)))]
+)
+def test_a_long_dialogue_is_cut(sessions: str, longest: int, cut: Sample, tmp_path: Path) -> None:
+    source = ConversationSamples(path=sessions, dialogues=True)
+    found = source.samples(longest, 0, tmp_path)
+    assert cut in found
+    batches = source.batches(TrainingJob(9, 0, 4, longest, samples=found), 97, tmp_path)
+    assert [batches.ids(i).shape[1] for i in range(len(found))] == [s.tokens for s in found]
+
+
 def test_prompts_that_fill_all_memory_are_told(path: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no request has a prompt below 4 tokens; raise training"):
         ConversationSamples(path=path).samples(4, 0, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -88,15 +89,17 @@ class Request:
 class Sample(NamedTuple):
     """A sequence of a finetuning job.
 
-    The first `prompt_tokens` of its `tokens` are read and carry no loss. The sample is there
-    `release_ns` after its job has arrived; one that is feedback on `request`, whose prompt and
-    answer it has, so long after the answer.
+    The first `prompt_tokens` of its `tokens` are read and carry no loss, nor do those of the spans
+    in `read`, [start, stop) each and in order behind them: later turns of a user. The sample is
+    there `release_ns` after its job has arrived; one that is feedback on `request`, whose prompt
+    and answer it has, so long after the answer.
     """
 
     tokens: int
     prompt_tokens: int = 0
     release_ns: int = 0
     request: int | None = None
+    read: tuple[tuple[int, int], ...] = ()
 
     def labels(self, start: int, stop: int) -> int:
         """Tokens of a window whose next token carries a loss.
@@ -108,7 +111,11 @@ class Sample(NamedTuple):
         Returns:
             Labels of the window.
         """
-        return max(0, min(stop, self.tokens - 1) - max(start, self.prompt_tokens - 1, 0))
+        low, high = max(start, self.prompt_tokens - 1, 0), min(stop, self.tokens - 1)
+        found = max(0, high - low)
+        for first, end in self.read:  # the label of a token is the next one
+            found -= max(0, min(high, end - 1) - max(low, first - 1))
+        return found
 
     def loss_rows(self, start: int, stop: int) -> int:
         """Rows of a window that the head computes: from the first one with a label to the last.
@@ -120,8 +127,13 @@ class Sample(NamedTuple):
         Returns:
             Rows, the sample's last token among them; 0 where no token has a label.
         """
+        if not self.labels(start, stop):
+            return 0
         first = max(start, self.prompt_tokens - 1, 0)
-        return stop - first if self.labels(start, stop) else 0
+        for low, end in self.read:
+            if low - 1 <= first < end - 1:
+                first = end - 1
+        return stop - first
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +221,7 @@ class TrainingJob:
                 f"{len(self.samples)} requests, of which each is trained on once"
             )
         for number, sample in enumerate(self.samples):
-            tokens, prompt_tokens, release_ns, request = sample
+            tokens, prompt_tokens, release_ns, request, read = sample
             if not 2 <= tokens <= self.sequence_tokens:
                 raise ValueError(
                     f"{where}: sample {number} has {tokens} tokens; 2 to sequence_tokens="
@@ -219,6 +231,13 @@ class TrainingJob:
                 raise ValueError(
                     f"{where}: sample {number} has {prompt_tokens} prompt tokens of {tokens}; at "
                     "least one must carry a loss"
+                )
+            ends = [prompt_tokens, *[bound for span in read for bound in span], tokens]
+            if any(low > high for low, high in pairwise(ends)) or not sample.labels(0, tokens):
+                raise ValueError(
+                    f"{where}: sample {number} of {tokens} tokens reads {list(read)} behind "
+                    f"{prompt_tokens} of its prompt; spans [start, stop) come in order, and leave "
+                    "a token with a loss"
                 )
             if self.learns and request is None:
                 raise ValueError(

@@ -115,7 +115,9 @@ class RandomBatches:
 class ConversationBatches:
     """Prompts and answers; a prompt has the ids with which it would be served.
 
-    Those of an answer are drawn by the number of its request, in whatever order samples come.
+    A sample ends with the answer to its request, or within, and the request's prompt has what was
+    said before. Ids of an answer are drawn by the number of its request, in whatever order samples
+    come.
 
     `prompt_seed` draws the ids of prompts; None: `seed` does, as those of answers.
     """
@@ -130,13 +132,15 @@ class ConversationBatches:
         number = microbatch % len(self.chosen)
         request, sample = self.chosen[number]
         rng = np.random.default_rng((self.seed, ORDER, request.request_id, 1))
-        answer = rng.integers(self.vocabulary, size=sample.tokens - sample.prompt_tokens)
+        answer_tokens = max(0, sample.tokens - request.prompt_tokens)
+        answer = rng.integers(self.vocabulary, size=answer_tokens)
         seed = self.seed if self.prompt_seed is None else self.prompt_seed
         prompt = np.asarray(prompt_of(request, self.vocabulary, seed), np.int64)
-        return np.concatenate((prompt, answer))[None]
+        return np.concatenate((prompt[: sample.tokens], answer))[None]
 
     def account(self) -> dict[str, int]:
-        """Tokens with a loss, and those of the prompts before them."""
+        """Tokens with a loss, and those of prompts, which are read."""
         prompts = sum([sample.prompt_tokens for _, sample in self.chosen])
+        prompts += sum([stop - start for _, s in self.chosen for start, stop in s.read])
         tokens = sum([sample.tokens for _, sample in self.chosen])
         return {"answer_tokens": tokens - prompts, "prompt_tokens": prompts}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -140,13 +141,16 @@ class TextSamples:
 class ConversationSamples:
     """The requests of an imported trace as samples: a prompt, and an answer that carries the loss.
 
-    The ids of an answer are drawn by the recipe's seed, and so are those of prompts that the trace
-    has none of. A longer sample is cut behind what the job has memory for; where that leaves no
-    answer it is left out. They come in an order that the seed draws; `limit` takes the first.
+    With `dialogues` all turns of a session are one sample, whose answers carry the loss; a turn
+    whose prompt does not hold what was said before begins another one. The ids of an answer are
+    drawn by the recipe's seed, and so are those of prompts that the trace has none of. A longer
+    sample is cut behind what the job has memory for; where that leaves no answer it is left out.
+    They come in an order that the seed draws; `limit` takes the first.
     """
 
     path: str
     limit: int | None = None
+    dialogues: bool = False
 
     def __post_init__(self) -> None:
         _check_limit(self.limit)
@@ -166,13 +170,12 @@ class ConversationSamples:
         return ConversationBatches(tuple(chosen), vocabulary, job.recipe.seed)
 
     def _chosen(self, longest: int, seed: int) -> list[tuple[Request, Sample]]:
-        """Requests with their samples, in their order."""
+        """The last request of each sample, and the sample, in their order."""
         path = Path(self.path).expanduser()
         found = list[tuple[Request, Sample]]()
-        for request in read_trace(path):
-            prompt, tokens = request.prompt_tokens, request.prompt_tokens + request.output_tokens
-            if prompt < min(tokens, longest):
-                found.append((request, Sample(min(tokens, longest), prompt)))
+        for turns in _dialogues(read_trace(path), self.dialogues):
+            if turns[0].prompt_tokens < min(_end(turns[0]), longest):
+                found.append(_dialogue(turns, longest))
         if not found:
             raise ValueError(
                 f"training.data.path={path}: no request has a prompt below {longest} tokens; raise "
@@ -180,6 +183,35 @@ class ConversationSamples:
             )
         order = np.random.default_rng((seed, ORDER)).permutation(len(found))
         return [found[at] for at in order[: self.limit]]
+
+
+def _end(request: Request) -> int:
+    """Tokens of a prompt and its answer."""
+    return request.prompt_tokens + request.output_tokens
+
+
+def _dialogues(requests: Iterable[Request], joins: bool) -> Iterable[list[Request]]:
+    """The turns of each sample in their order; every request by itself unless it joins sessions."""
+    if not joins:
+        return [[request] for request in requests]
+    found, under_way = list[list[Request]](), dict[int, list[Request]]()
+    for request in sorted(requests, key=lambda one: one.turn):
+        turns = None if request.session is None else under_way.get(request.session)
+        if turns is not None and request.prompt_tokens >= _end(turns[-1]):
+            turns.append(request)
+            continue
+        found.append([request])
+        if request.session is not None:
+            under_way[request.session] = found[-1]
+    return found
+
+
+def _dialogue(turns: Sequence[Request], longest: int) -> tuple[Request, Sample]:
+    """A sample that reads what its user says, and its last request."""
+    tokens = min(_end(turns[-1]), longest)
+    spans = [(_end(one), other.prompt_tokens) for one, other in pairwise(turns)]
+    read = [(start, min(stop, tokens)) for start, stop in spans if start < min(stop, tokens)]
+    return turns[-1], Sample(tokens, turns[0].prompt_tokens, read=tuple(read))
 
 
 @dataclass(frozen=True)
