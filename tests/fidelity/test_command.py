@@ -129,7 +129,9 @@ def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
         "profile/fitted-3/status.json",
     }
     moved = {str(path.parent) for path in began if again[path] != began[path]}
-    assert moved == {"out/load-50/predicted"}, "by the profile that has grown"
+    paces = ["", *[f"-{pace}" for pace in protocol.PACES]]
+    predictions = {f"out/load-50/predicted{pace}" for pace in paces}
+    assert moved == predictions, "by the profile that has grown"
 
 
 COSERVING = ["model=micro_llama", "model.max_positions=256", "policy=coserve_slo", *SHORT]
