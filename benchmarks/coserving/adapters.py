@@ -22,10 +22,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
-from analysis.fidelity import steady_pairs
-from analysis.metrics import summary
+from analysis.fidelity import steady_pairs, table_of
 from engine.contract.plan import Copy
 from engine.contract.regions import Kind, Tier
 from engine.results.plan_log import encode
@@ -109,15 +107,13 @@ def are_loads_equal(words: Sequence[str], count: int) -> bool:
 
 
 def tpot_error(case: Case, backend: Sequence[str], count: int) -> float:
-    """Error of the predicted mean TPOT, held against the median of the steady reruns."""
+    """The median error of the predicted mean TPOT over the steady reruns."""
     steady = steady_pairs(reruns(case, backend, count, print))
     if len(steady) < count:
         return float("inf")
-    measured = median([float(summary(pair.measured)["mean_tpot_s"]) for pair in steady])
-    predicted = float(summary(steady[0].predicted)["mean_tpot_s"])
-    error = predicted / measured - 1
-    print(f"{case.name}: TPOT {predicted * 1e3:.3f} ms predicted, {measured * 1e3:.3f} measured")
-    return error
+    row = table_of(case.name, steady, count).set_index("figure").loc["mean_tpot_s"]
+    print(f"{case.name}: TPOT {row['measured'] * 1e3:.3f} ms measured, error {row['error']:+.2%}")
+    return float(row["error"])
 
 
 def main() -> int:
