@@ -56,7 +56,7 @@ def kept_token_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     the input of the second norm), queries, keys where each head is normed, attention's output, the
     products into the MLP's activation, and what the first matrix of each adapter makes. In float32:
     one logarithm of a sum per head. Of a ReLU into a product that does not train: a bit for each
-    number instead (FlexLLM, section 5.2).
+    number instead.
 
     Args:
         spec: The model.

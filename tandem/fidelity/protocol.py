@@ -51,7 +51,7 @@ GRID = ("profile.json", "steps.parquet", "holdout.parquet", "hashes.json")
 POINT = ".point"  # file beside a run, with the hash of its point
 PACE = "backend.reference_ns="
 PREDICTED = "predicted"  # folder of a case's prediction
-# Factors on durations: reruns of a measurement differ by as much, and what they do by far more.
+# Of the simulations beside the profile's own: factors on durations, evenly on both sides.
 PACES = (0.99, 0.9925, 0.995, 0.9975, 1.0025, 1.005, 1.0075, 1.01)
 # Words that choose what trains beside requests, and how it is laid out.
 TRAINS = ("training=", "training.", "training/", "planner=", "planner.")

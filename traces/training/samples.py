@@ -142,7 +142,7 @@ class ConversationSamples:
     """The requests of an imported trace as samples: a prompt, and an answer that carries the loss.
 
     With `dialogues` all turns of a session are one sample, whose answers carry the loss; a turn
-    whose prompt does not hold what was said before begins another one. The ids of an answer are
+    whose prompt is shorter than what was said before begins another one. The ids of an answer are
     drawn by the recipe's seed, and so are those of prompts that the trace has none of. A longer
     sample is cut behind what the job has memory for; where that leaves no answer it is left out.
     They come in an order that the seed draws; `limit` takes the first.
