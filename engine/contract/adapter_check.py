@@ -109,7 +109,7 @@ class AdapterCheck:
                 _refuse(f"a launch writes {told(place)}: a version stays as it was published")
 
     def _publish(self, op: Copy, made: set[Place]) -> None:
-        """A new version is a whole copy of what a job trains, and the next one of its adapter."""
+        """A new version is a whole copy of what a job trains, newer than all of its adapter."""
         (owner, _, chunk, _), number = op.src.region, op.dst.region.part
         job = self._jobs.get(owner)
         known = [version for version in self._newest.values() if version.number == number]
@@ -122,7 +122,7 @@ class AdapterCheck:
             _refuse(f"{told(op.dst)} is published by another job, or twice", owner)
         if op.dst.device != op.src.device:
             _refuse(f"{told(op.dst)} is published from {told(op.src)}: on another host", owner)
-        if op.dst.region.slot != newest.version + 1:
+        if op.dst.region.slot <= newest.version:
             what = f"{told(op.dst)} is published, and the newest is {newest.version}"
             _refuse(what, owner)
         if (nbytes := self._held_bytes.get(op.src)) != newest.nbytes:

@@ -32,7 +32,9 @@ class AdapterVersion(NamedTuple):
     Attributes:
         spec: the adapter.
         number: of the adapter in its run.
-        version: 0 is the version that the run begins with.
+        version: 0 is the version that the run begins with; the others are numbered by the updates
+            before them, in units of `publish_every`, so numbers are left out where a copy was not
+            made.
     """
 
     spec: AdapterSpec

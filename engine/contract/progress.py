@@ -131,8 +131,8 @@ def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -
     """Checks that a slice of training may be issued now.
 
     Where chunks are laid out a slice is one unit of a whole microbatch, or one chunk's update. A
-    finetuning job goes through its units by windows of a sample instead: forward in the order of
-    its tokens, and back in the reverse order, one unit at a time or whole.
+    finetuning job goes through its units by windows of a sample instead: forward through all units,
+    in the order of its tokens, and back in the reverse order, by one unit or more.
 
     Args:
         piece: the slice.
@@ -248,6 +248,8 @@ def _check_forward(
     microbatch: int,
     training: TrainingProgress,
 ) -> None:
+    if training.spec.finetunes and len(units) != training.spec.num_units:
+        _refuse(job_id, f"a window goes forward through all units at once, not {units}")
     total, done = training.spec.tokens_of(microbatch), training.frontier(microbatch)[0]
     below = total if units[0] == 0 else done[units[0] - 1]
     if (record := training.adopted(microbatch)) is not None and done[-1] < record.start:

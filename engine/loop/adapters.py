@@ -85,12 +85,13 @@ class PublishedAdapters:
         return version if self._is_over(version) else None
 
     def publish(
-        self, number: int, waiting: Iterable[Job]
+        self, number: int, made: int, waiting: Iterable[Job]
     ) -> tuple[AdapterVersion | None, Sequence[Job]]:
         """A new version is the newest one from now on.
 
         Args:
             number: of the adapter.
+            made: the number of the version.
             waiting: the jobs that wait.
 
         Returns:
@@ -98,7 +99,7 @@ class PublishedAdapters:
             the first time, which take the new version.
         """
         (before,) = [version for version in self._newest.values() if version.number == number]
-        after = before._replace(version=before.version + 1)
+        after = before._replace(version=made)
         self._newest[after.name] = after
         moved = [job for job in waiting if job.adapter == before and job.job_id not in self._held]
         for job in moved:

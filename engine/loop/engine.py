@@ -436,7 +436,8 @@ class Engine(Lifecycle):
         state, adapters = self.state, self.state.adapters
         assert adapters is not None, "a run with adapters"
         for op in publications(plan):
-            over, moved = adapters.publish(op.dst.region.part, state.jobs.waiting)
+            made = op.dst.region
+            over, moved = adapters.publish(made.part, made.slot, state.jobs.waiting)
             for job in moved:
                 if self._issuing.prefix is not None:
                     self._issuing.prefix.renew(job)

@@ -451,15 +451,15 @@ def _needs(
 def _publish(piece: Slice, view: View, plan: PlanBuilder, records: HeldRecords | None) -> None:
     """Copies what an update has made to the host, as the next version of an adapter.
 
-    Records make room for it. A version that finds none on the host is left out.
+    Records make room for it. A version that finds none on the host is left out, with its number.
     """
     training = piece.job.training
     assert training is not None and piece.layers is not None, "an update names its chunks"
     spec = training.spec
     if not spec.publish or (training.step + 1) % spec.publish_every or not view.adapters:
         return
-    newest = view.adapters[spec.publish]
-    made = newest._replace(version=newest.version + 1).home(view.device)
+    newest, version = view.adapters[spec.publish], (training.step + 1) // spec.publish_every
+    made = newest._replace(version=version).home(view.device)
     while records is not None and newest.nbytes > plan.room(made.pool):
         if not records.give_way(made.pool):
             break

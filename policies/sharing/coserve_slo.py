@@ -241,6 +241,8 @@ class _Step:
             count = min(below, int(left_ns / own_ns) - 1) if own_ns else below
             while count and self._ns(self._down(window, count)) > left_ns:
                 count -= 1
+            while count < below and self._ns(self._down(window, count + 1)) <= left_ns:
+                count += 1  # what is below may take less than the top
             return self._down(window, count)
 
         def quote(tokens: int) -> float:

@@ -11,7 +11,7 @@ from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.records import forward_ahead
 from engine.contract.regions import Work
 from engine.contract.view import View
-from policies.sharing.coserve import beside_windows, due_update, first_with_work
+from policies.sharing.coserve import beside_windows, due_update, first_with_work, joins
 from policies.sharing.coserve_slo import correction
 from policies.sharing.time_shared import side_of
 
@@ -28,8 +28,9 @@ class LlmStation:
     N_d is `steps`, SLO_d the time that these steps may take together, l_d0 and l_d how long a step
     takes without and with a tasklet, and l_p how long a tasklet takes beside decodes. Here a
     tasklet is in the launch that serves, or follows it on the lane, so it takes as long as its
-    step, and l_p is l_d. The steps that carry one are spread evenly, by the number of the plan. A
-    step that serves nothing always carries one.
+    step, and l_p is l_d. Windows that may not join are quoted as launches of their own. The steps
+    that carry one are spread evenly, by the number of the plan. A step that serves nothing always
+    carries one.
 
     The paper predicts by records of earlier launches, and by regression where it has none. Here
     durations are quoted, and corrected by what launches of each kind took beside their quotes.
@@ -40,6 +41,7 @@ class LlmStation:
         tasklet_tokens: tokens of a window forward, or of a window of one layer back.
         steps: over so many the time of decodes is bounded.
         corrects: whether quotes are corrected by measurements.
+        fused: whether the memory policy has a window join the launch that serves.
 
     Raises:
         ValueError: a number is not above 0.
@@ -50,6 +52,7 @@ class LlmStation:
     tasklet_tokens: int = 128
     steps: int = 16
     corrects: bool = True
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for name in ("slo_s", "tasklet_tokens", "steps"):
@@ -93,7 +96,7 @@ class LlmStation:
         if view.cost is None:
             raise ValueError("LLMStation's planner needs predicted durations; this run has none")
         alone_ns = self._ns(view, *serves)
-        if tasklet.work is Work.FORWARD:
+        if tasklet.work is Work.FORWARD and self.fused and joins(tasklet):
             beside_ns = self._ns(view, *serves, tasklet)
         else:
             beside_ns = alone_ns + self._ns(view, tasklet)

@@ -295,15 +295,19 @@ def extra_terms(window: WindowShape) -> Terms:
 def back_terms(window: WindowShape) -> Terms:
     """The tables whose values add up to the duration of a window back: by layer, and embedding.
 
+    Layers that repeat their forward have tables of their own.
+
     Args:
         window: a window back.
 
     Returns:
         (name of table, point) pairs.
     """
-    how = f"{window.trains} again" if window.again else window.trains
-    rows, pairs = f"window back {how} {ROWS}", f"window back {how} {PAIRS}"
-    found: Terms = [(rows, (window.tokens,)), (pairs, (window.pairs,))] * window.layers
+    found: Terms = []
+    once = window.layers - window.again
+    for how, layers in ((window.trains, once), (f"{window.trains} again", window.again)):
+        rows, pairs = f"window back {how} {ROWS}", f"window back {how} {PAIRS}"
+        found += [(rows, (window.tokens,)), (pairs, (window.pairs,))] * layers
     if window.embedding:
         found.append((f"window back embedding {ROWS}", (window.tokens,)))
     return found

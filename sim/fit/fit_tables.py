@@ -245,9 +245,10 @@ def _expected_ns(tables: Mapping[str, Table], shape: Shape) -> float:
 
 
 def _system(shape: Shape) -> str:
-    """Launches share their unknowns; copies in a direction and plans stand alone."""
-    is_forward = isinstance(shape, Windowed) and shape.window.work == Work.FORWARD
-    if is_forward or isinstance(shape, Launched):
+    """Launches share their unknowns, windows back theirs; copies in a direction stand alone."""
+    if isinstance(shape, Windowed) and shape.window.work == Work.BACKWARD:
+        return f"window back {shape.window.trains}"
+    if isinstance(shape, Windowed | Launched):
         return LINEAR
     return terms(shape)[0][0]
 

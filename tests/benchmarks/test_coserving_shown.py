@@ -91,6 +91,11 @@ SHOWN = {
     ),
     "adapters: LRU": f"{RESIDENT}::test_the_least_recently_used_goes_first",
     "pages are keyed by adapter": f"{RESIDENT}::test_pages_of_another_adapter_are_never_found",
+    "pages are keyed by version": f"{RESIDENT}::test_pages_of_another_version_are_never_found",
+    "each tenant publishes an adapter": f"{PUBLISHED}::test_each_tenant_publishes_an_adapter",
+    "a version that finds no room": (
+        f"{PUBLISHED}::test_a_version_without_room_leaves_its_number_out"
+    ),
     "adapters under pressure keep every law": f"{RESIDENT}::test_random_traces_keep_every_law",
     # bytes
     "kept bytes equal their formula": f"{BYTES}::test_a_layer_keeps_the_bytes_of_the_formula",
@@ -111,7 +116,10 @@ SHOWN = {
     "constant steps": "benchmarks/coserving/constant_steps.py",
     "FlexLLM's 15 cells, 10 %, 6 %, 7 %, 0.05, 15 s": "benchmarks/coserving/flexllm_table.py",
     "FlexLLM's steps at 70B": "benchmarks/coserving/flexllm_steps.py",
-    "FlexLLM's Fig. 13 and all other figures": "analysis/REPRODUCTION.md: # FlexLLM",
+    "FlexLLM's Fig. 13 beside": (
+        "analysis/REPRODUCTION.md: ## What is kept for a backward (Fig. 13)"
+    ),
+    "all other figures of FlexLLM": "analysis/REPRODUCTION.md: # FlexLLM",
     # policies
     "policy budget": f"{POLICY}::test_a_window_takes_what_requests_leave_of_the_budget",
     "policy slo": f"{SLO}::test_no_step_takes_longer_than_the_slo",
@@ -130,6 +138,7 @@ SHOWN = {
         f"{VTC}::test_the_next_sample_is_one_of_the_tenant_with_the_smallest_counter"
     ),
     "tenants that finetune take turns": f"{VTC}::test_tenants_that_finetune_alone_take_turns",
+    "serving only": f"{FIGURES}::test_ways_to_share_have_their_bounds_beside_them",
     "finetuning only": f"{CONFIGS}::test_finetuning_alone",
     "finetuning only, computed": (
         f"{RUNS}::test_finetuning_alone_has_equal_losses_and_plans_in_every_backend"
@@ -159,7 +168,11 @@ ABSENT = {
     ),
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
     "20 steps of SGD at 1.5 times, each": (
-        "five trainings together: single ones reach 1.64 (tests/finetuning/test_twenty_steps.py)"
+        "five trainings together: single ones reach 1.64 (tests/finetuning/test_windows_steps.py)"
+    ),
+    "a prefix cache beside a job that finetunes": (
+        "samples take the bytes of pages without a holder, which a prefix cache would keep: "
+        "CoMemory refuses it, so versions meet a cache in no run"
     ),
     "the SLO attainment that FlexLLM draws": "published as curves, without numbers",
 }

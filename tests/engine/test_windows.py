@@ -82,7 +82,8 @@ EVERY = range(UNITS)
 DISORDER: dict[str, tuple[list[tuple[int, Work, range, int]], tuple[int, Work, range, int], str]]
 DISORDER = {
     "more than the sample": ([], (11, F, EVERY, 0), "forward of unit 0 out of order"),
-    "layers before those below": ([], (4, F, range(1, UNITS), 0), "forward of unit 1 out of order"),
+    "layers before those below": ([], (4, F, range(1, UNITS), 0), "forward through all units at"),
+    "layers without those above": ([], (4, F, range(0, 3), 0), "forward through all units at once"),
     "another sample": ([(4, F, EVERY, 0)], (4, F, EVERY, 1), "one at a time, and it is at 0"),
     "a sample that is not there": (
         [(10, F, EVERY, 0), (10, B, range(1, 5), 0)],

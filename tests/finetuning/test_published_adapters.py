@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.contract.plan import Copy, Free
-from engine.contract.regions import Kind, Tier
+from engine.contract.plan import Compute, Copy, Free
+from engine.contract.regions import Kind, Tier, Work
 from engine.loop.engine import Engine
 from engine.results.schema import read_table
 from models.parameters import adapter_parameters
@@ -102,6 +102,16 @@ def test_a_request_keeps_the_version_with_which_it_was_admitted(
     assert all(key[1] == 0 for key in used if key is not None and key[0])
 
 
+def test_each_tenant_publishes_an_adapter(published: dict[Version, Tensor]) -> None:
+    words = ("training.tenants=[a,b]", "training.publish=[a0,a2]", "scheduling=coserve_vtc")
+    found = run("lockstep", *WORDS, *words)
+    assert found.log == run("sim", *WORDS, *words).log
+    used = check_tokens(found, published)
+    for number, is_published in enumerate([True, False, True]):
+        versions = {key[1] for key in used if key is not None and key[0] == number}
+        assert (len(versions) > 1) == is_published, number
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cpu backend.clock=wall"])
 def test_tokens_in_measured_time(backend: str, published: dict[Version, Tensor]) -> None:
     found = run(backend, *TIGHT)
@@ -141,10 +151,29 @@ def test_every_so_many_updates_make_a_version() -> None:
     assert counts[1] == counts[0] // 3 > 0
 
 
+def test_a_version_without_room_leaves_its_number_out() -> None:
+    """Each version is numbered by the updates before it, so that its age is told."""
+    nbytes = run("sim", *WORDS).spec.room.layout.adapters[0].nbytes
+    found = run("sim", *WORDS, f"budget.host_bytes={4 * nbytes}")
+    updates, made = 0, list[int]()
+    for row in found.recorder.plans:
+        for op in row[-1].ops:
+            if isinstance(op, Compute):
+                updates += sum([piece.work is Work.UPDATE for piece in op.slices])
+            elif isinstance(op, Copy) and op.src.region.kind is Kind.WEIGHT:
+                made.append(op.dst.region.slot)
+                assert made[-1] == updates
+    assert 1 < len(made) < updates
+
+
 REFUSED = {
+    ("training.tenants=[a,b]",): "training.publish=a0: there is a job for each tenant; give a list",
+    ("training.publish=[a0,a1]",): "a list has another adapter for each of training.tenants=[]",
+    ("training.publish=[a0,a0]", "training.tenants=[a,b]"): "has another adapter for each",
+    ("training.microbatches=0",): "training.microbatches=0: it must be at least 1",
     ("training.publish=b",): "training.publish=b: the run has adapters a0, a1, a2; name one",
     ("adapters.rank=2",): "the job trains another kind of adapter; set adapters.rank=4 adapters.a",
-    ("training.publish_every=0",): "training.publish=a0, publish_every=0: one job publishes",
+    ("training.publish_every=0",): "training.publish_every=0: it must be at least 1",
     ("adapters.count=0",): "training.publish=a0: the run has adapters none; name one of them",
     ("policy=coserve",): "this policy brings none to the device; take policy=adapters, or pol",
     ("adapters.names=[x]",): "adapters.count=3: it must be at least 0, and 0 beside adapters.names",

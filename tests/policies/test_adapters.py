@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from engine.contract.adapter_check import adapters_of
-from engine.contract.adapters import AdapterSpec, resident_adapters
+from engine.contract.adapters import AdapterSpec, AdapterVersion, resident_adapters
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Copy, Free, Plan, Share
 from engine.contract.regions import Kind, Place, Tier, adapter_place
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
 from engine.laws.check_policy import WatchedPolicy
+from engine.memory.pool import Chain
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.recorded import RecordedPlans
@@ -170,6 +171,17 @@ def test_pages_of_another_adapter_are_never_found() -> None:
     found = [run.recorder.outcomes[i].cached_tokens for i in range(6)]
     assert found == [0, 0, 0, 12, 12, 12]
     assert sum(isinstance(op, Share) for plan in run.plans for op in plan.ops) == 3
+
+
+def test_pages_of_another_version_are_never_found() -> None:
+    """A request that waits takes the keys of the version that it will run through."""
+    spec = specs()[0]
+    request = Request(0, 0, 16, 2, prompt_ids=tuple(range(16)), adapter=spec.name)
+    begun = AdapterVersion(spec, 0, 0)
+    chains = {version: Chain(request, 4, begun._replace(version=version)) for version in range(3)}
+    keys = {version: chain.of_prompt() for version, chain in chains.items()}
+    assert len({key for own in keys.values() for key in own}) == 12
+    assert chains[0].through(begun._replace(version=2)).of_prompt() == keys[2]
 
 
 def test_replicas_have_copies_of_their_own() -> None:

@@ -207,6 +207,24 @@ def test_the_longest_window_is_found_with_few_quotes(bend: float, whole: int, mo
         assert len(quoted) <= 10 and {*quoted.values()} == {1}
 
 
+class PerLayer:
+    """A quote of so long for each layer: the top one takes four times as long as the others."""
+
+    def op_ns(self, op: Op) -> int:
+        slices = getattr(op, "slices", ())
+        return sum([400 if layer == 9 else 100 for piece in slices for layer in piece.layers or ()])
+
+
+@pytest.mark.parametrize(("limit_ns", "layers"), [(400, 1), (599, 2), (600, 3), (5000, 10)])
+def test_as_many_layers_go_back_as_there_is_time_for(limit_ns: int, layers: int) -> None:
+    """Also where those below take less than the first."""
+    none = cast(Any, None)
+    step = _Step(within(1.0, corrects=False), none, (), none, cast(Any, PerLayer()), limit_ns)
+    job = Job.trains(TrainingProgress(finetuning_job(9, [Sample(16)])), 0)
+    found = step._backward(Slice(job, 16, Work.BACKWARD, range(9, 10), 0), 9)
+    assert found is not None and found.layers == range(10 - layers, 10)
+
+
 def test_a_step_that_serves_nothing_is_bounded() -> None:
     """A request that comes meanwhile waits no longer, and the shortest window always runs."""
     job = finetuning_job(1000, [Sample(400)], num_steps=2)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from engine.contract.job import Job
+from engine.contract.plan import Op
 from engine.contract.regions import Work
 from engine.contract.training_progress import TrainingProgress
+from engine.contract.view import Cost
 from engine.laws.check_policy import WatchedPolicy
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.sharing.llm_station import LlmStation
@@ -24,6 +26,7 @@ from tests.policies.test_coserve_slo import (
 )
 from tests.support.states import decoding, view
 from traces.serving.request import Sample
+from traces.training.recipe import Recipe
 
 NS = 1_000  # of a token
 
@@ -33,12 +36,26 @@ def station(slo_s: float, **given: Any) -> LlmStation:
     return LlmStation(ChunkedPrefill(64, 12), slo_s, **given)
 
 
-def carrying(slo_s: float, requests: int = 4) -> list[int]:
+class PerLaunch(PerToken):
+    """A quote of 20 us for each launch, and so long for each token."""
+
+    def op_ns(self, op: Op) -> int:
+        return 20_000 + super().op_ns(op)
+
+
+def carrying(
+    slo_s: float,
+    requests: int = 4,
+    fused: bool = True,
+    lora_rank: int | None = 4,
+    cost: Cost = PerToken(),  # noqa: B008
+) -> list[int]:
     """The numbers of the plans, of 20, that carry a tasklet beside decodes."""
-    sample = Job.trains(TrainingProgress(finetuning_job(9, [Sample(400)])), 0)
+    job = finetuning_job(9, [Sample(400)], recipe=Recipe(lora_rank=lora_rank))
+    sample = Job.trains(TrainingProgress(job), 0)
     jobs = [decoding(i, 10) for i in range(requests)]
-    state = replace(view(jobs, [], pages=1000), training=[sample], cost=PerToken())
-    scheduling, found = station(slo_s), list[int]()
+    state = replace(view(jobs, [], pages=1000), training=[sample], cost=cost)
+    scheduling, found = station(slo_s, fused=fused), list[int]()
     for number in range(20):
         batch = scheduling.batch(replace(state, issued=number))
         if any([piece.job.training is not None for piece in batch]):
@@ -68,6 +85,15 @@ def test_steps_that_carry_a_tasklet_are_spread_evenly() -> None:
     assert carrying(5.6e-6) == [9, 19]
     assert carrying(4e-6) == []
     assert carrying(1e-9, requests=0) == [*range(20)], "nothing is served"
+
+
+@pytest.mark.parametrize(("fused", "lora_rank"), [(False, 4), (True, None)])
+def test_a_launch_of_its_own_is_quoted_as_one(fused: bool, lora_rank: int | None) -> None:
+    """Four decodes take 24 us, a tasklet 16 us more, or 36 us where it is a launch of its own."""
+    assert carrying(32e-6, cost=PerLaunch()) == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19]
+    own = carrying(33e-6, fused=fused, lora_rank=lora_rank, cost=PerLaunch())
+    assert own == [4, 9, 14, 19], "2 of 10: 10 (33 - 24) / 36 is 2.5"
+    assert carrying(60e-6, fused=fused, lora_rank=lora_rank, cost=PerLaunch()) == [*range(20)]
 
 
 @pytest.mark.parametrize("more", [1.1, 1.4])

@@ -18,13 +18,25 @@ WORDS = ["model=micro_llama", "device=cpu", "arrival=poisson", "limit=24", "back
 WORDS += ["training=finetune", "training.sequence_tokens=256", "training.data.mean_tokens=96"]
 
 
+MODES = ("policy=coserve", "planner.modes=[recompute,keep]")
+CASES = {  # settings of what is fitted, and of what is priced
+    "coserve": (("policy=coserve",), ("policy=coserve",)),
+    "slo": (("policy=coserve_slo",), ("policy=coserve_slo",)),
+    # One layer computes again, one does not: fitted to launches of one, judged on those of both.
+    "modes": (MODES, (*MODES, "scheduling.backward_layers=2")),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["policy=coserve", "policy=coserve_slo"])
-def test_windows_of_unseen_replays_are_priced(policy: str, tmp_path: Path) -> None:
-    point = composed([*WORDS, policy])
-    for name, seeds in {FITTED: (1, 2, 3), HELD_OUT: (11,)}.items():
+@pytest.mark.parametrize(("fitted", "priced"), CASES.values(), ids=CASES)
+def test_windows_of_unseen_replays_are_priced(
+    fitted: tuple[str, ...], priced: tuple[str, ...], tmp_path: Path
+) -> None:
+    point = composed([*WORDS, *fitted])
+    for name, words, seeds in ((FITTED, fitted, (1, 2, 3)), (HELD_OUT, priced, (11,))):
         for seed in seeds:
-            config = composed([*WORDS, policy, f"seed={seed}", f"arrival.rate={4 * seed % 11 + 4}"])
+            rate = 4 * seed % 11 + 4
+            config = composed([*WORDS, *words, f"seed={seed}", f"arrival.rate={rate}"])
             run_experiment(config, tmp_path / f"{name}-{seed}")
     setting = run_spec_of(point)
     spec, page = setting.spec, setting.page

@@ -267,7 +267,8 @@ class Finetuning(TrainingWork):
     many as take each sample once, and begin again for what the last update lacks. With
     `until_served` it ends with the last request. `tenants` ask for a job each in the place of one.
     What it trains is published as a version of the adapter `publish` behind every
-    `publish_every`-th update; "": never.
+    `publish_every`-th update; "": never. Where `tenants` ask for jobs, `publish` lists one adapter
+    for each.
 
     From feedback (FeedbackSamples) a job learns: it trains on each sample once, in the order in
     which they come, and makes as many updates as they fill. It learns from requests of its tenant,
@@ -281,7 +282,7 @@ class Finetuning(TrainingWork):
     rate: float | None = None
     until_served: bool = True
     tenants: Sequence[str] = ()
-    publish: str = ""
+    publish: str | Sequence[str] = ""
     publish_every: int = 1
     staleness: int = 0
 
@@ -296,11 +297,11 @@ class Finetuning(TrainingWork):
                 f"training.tenants=[{', '.join(self.tenants)}]: a job for each, with other names; "
                 "leave training.tenant out"
             )
-        if self.publish_every < 1 or (self.publish and self.tenants):
-            raise ValueError(
-                f"training.publish={self.publish}, publish_every={self.publish_every}: one job "
-                "publishes, behind every update or behind every n-th"
-            )
+        if self.microbatches < 1:
+            raise ValueError(f"training.microbatches={self.microbatches}: it must be at least 1")
+        if self.publish_every < 1:
+            raise ValueError(f"training.publish_every={self.publish_every}: it must be at least 1")
+        self._check_publish()
         if self.rate is not None and self.learns:
             raise ValueError(
                 f"training.rate={self.rate}: feedback comes behind answers; leave rate at null"
@@ -311,6 +312,20 @@ class Finetuning(TrainingWork):
             raise ValueError(
                 f"training.num_steps={self.num_steps}: it must be at least 1, or null for once "
                 "through the samples"
+            )
+
+    def _check_publish(self) -> None:
+        """ValueError where it is not one adapter, or one for each tenant."""
+        if isinstance(self.publish, str):
+            if self.publish and self.tenants:
+                raise ValueError(
+                    f"training.publish={self.publish}: there is a job for each tenant; give a list "
+                    f"of {len(self.tenants)} adapters, or leave it out"
+                )
+        elif not len({*self.publish}) == len(self.publish) == len(self.tenants) > 0:
+            raise ValueError(
+                f"training.publish=[{', '.join(self.publish)}]: a list has another adapter for "
+                f"each of training.tenants=[{', '.join(self.tenants)}]"
             )
 
     @property
@@ -336,11 +351,15 @@ class Finetuning(TrainingWork):
         recipes = [
             replace(self.recipe, seed=self.recipe.seed + i) for i in range(len(self.tenants))
         ]
-        pairs = zip(self.tenants, recipes, strict=True)
-        return tuple([replace(self, recipe=r, tenant=name, tenants=()) for name, r in pairs])
+        adapters = [""] * len(self.tenants) if isinstance(self.publish, str) else self.publish
+        each = zip(self.tenants, recipes, adapters, strict=True)
+        return tuple(
+            [replace(self, recipe=r, tenant=t, tenants=(), publish=name) for t, r, name in each]
+        )
 
     def job(self, job_id: int, num_units: int, model: str, cache: Path) -> TrainingJob:
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
+        assert isinstance(self.publish, str), "tenants have a job each"
         samples = self.data.samples(self.sequence_tokens, self.recipe.seed, cache)
         if self.learns and len(samples) < self.microbatches:
             raise ValueError(

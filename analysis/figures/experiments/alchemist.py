@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.figures.experiments.coserving import HITS, SAMPLES, beside
+from analysis.figures.experiments.coserving import HITS, LATENCY, SAMPLES, beside
 from analysis.figures.experiments.lines import FigureAxis
 
 RECORD = "config.scheduling.record"
@@ -18,7 +18,7 @@ share = beside(
     RECORDED,
     FigureAxis("chance", "share of the answers that get feedback"),
     ("Which prompts are recorded", BESIDE),
-    SAMPLES,
+    (SAMPLES, LATENCY),
 )
 delay = beside(
     "alchemist_delay",
@@ -27,7 +27,7 @@ delay = beside(
     RECORDED,
     FigureAxis("delay_s", "mean delay of feedback, s", is_log=True),
     ("Feedback that comes later", BESIDE),
-    SAMPLES,
+    (SAMPLES, LATENCY),
 )
 link = beside(
     "alchemist_link",
@@ -36,7 +36,7 @@ link = beside(
     RECORDED,
     FigureAxis("link_bytes_per_s", "host link, each way, GB/s", 1e9, is_log=True),
     ("Records over the host link", BESIDE),
-    SAMPLES,
+    (SAMPLES, LATENCY),
 )
 staleness = beside(
     "alchemist_staleness",
@@ -49,8 +49,7 @@ staleness = beside(
         "Left: tokens of samples that are through, per second. Right: records that a sample used. "
         "A line is a mean delay of feedback.",
     ),
-    SAMPLES,
-    HITS,
+    (SAMPLES, HITS),
 )
 burst = beside(
     "alchemist_burst",
@@ -63,5 +62,5 @@ burst = beside(
         "Left: tokens of samples that are through, per second. Right: mean TPOT of the requests. A "
         "line is the share of the device that records keep free.",
     ),
-    SAMPLES,
+    (SAMPLES, LATENCY),
 )

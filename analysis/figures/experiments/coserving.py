@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,15 @@ TRAINED = FigureAxis("train_tokens_per_s", "trained tokens/s, after the first st
 LATENCY = FigureAxis("mean_tpot_s", "mean TPOT, ms", MS)
 TAIL = FigureAxis("p99_tpot_s", "p99 TPOT, ms", MS)
 SAMPLES = FigureAxis("finetune_trained_tokens_per_s", "tokens/s of samples that are through")
+ATTAINED = FigureAxis("slo_attainment", "requests within their SLO, %", 0.01)
 HITS = FigureAxis("record_hit_rate", "records that a sample used, %", 0.01)
 RATE = "rate_per_s"
 SERVING, FINETUNING = "serving alone", "finetuning alone"
 DEVICES = 4  # of FlexLLM's clusters
-BESIDE = "Left: tokens of samples that went forward per second. Right: mean TPOT of the requests."
+BESIDE = (
+    "Left: tokens of samples that went forward per second. Middle: mean TPOT of the requests. "
+    "Right: the share of them that is within 45 ms per token and 5 s to the first."
+)
 
 
 def _read(runs: pd.DataFrame, column: str, by: str, x: str, series: str) -> pd.DataFrame:
@@ -30,7 +34,7 @@ def _read(runs: pd.DataFrame, column: str, by: str, x: str, series: str) -> pd.D
     rows = finished(runs)
     names = rows[by] if by == series else rows[by].map(lambda value: f"{value} {series}")
     out = pd.DataFrame({series: names, x: rows[column].astype(float)})
-    for axis in (FINETUNED, TRAINED, LATENCY, TAIL, SAMPLES, HITS):
+    for axis in (FINETUNED, TRAINED, LATENCY, TAIL, ATTAINED, SAMPLES, HITS):
         if axis.column in rows:
             out[axis.column] = rows[axis.column].astype(float)
     return out.sort_values([series, x]).reset_index(drop=True)
@@ -43,10 +47,9 @@ def beside(
     series: str,
     x: FigureAxis,
     text: tuple[str, str],
-    work: FigureAxis = FINETUNED,
-    other: FigureAxis = LATENCY,
+    axes: Sequence[FigureAxis] = (FINETUNED, LATENCY, ATTAINED),
 ) -> Callable[[pd.DataFrame, Path, Path], Shown]:
-    """Makes the drawing of two axes over what is swept: training, and latency.
+    """Makes the drawing of some axes over what is swept: training, and what it costs.
 
     Args:
         name: of the figure.
@@ -55,8 +58,7 @@ def beside(
         series: what its values are, for the legend.
         x: the axis of the setting.
         text: heading, and sentences below it.
-        work: the left axis.
-        other: the right one.
+        axes: from left to right.
 
     Returns:
         Draws the runs of a sweep.
@@ -64,12 +66,7 @@ def beside(
 
     def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
         data = _read(runs, column, by, x.column, series)
-        axes = iter((work, other))
-
-        def draw(part: pd.DataFrame, ax: Any) -> Any:
-            return plot_lines(part, ax, x, next(axes), series)
-
-        return panel(name, [data, data], draw, (9.5, 3.6), folder, text=text)
+        return _panels(name, data, x, axes, series, folder, text)
 
     return drawn
 
@@ -101,7 +98,7 @@ def ways_to_share(runs: pd.DataFrame) -> pd.DataFrame:
     """
     rows = runs[runs["status"].eq("ok")]
     data = pd.DataFrame({"policy": rows["policy"], RATE: rows["config.arrival.rate"].astype(float)})
-    for axis in (FINETUNED, LATENCY, TAIL):
+    for axis in (FINETUNED, LATENCY, TAIL, ATTAINED):
         data[axis.column] = rows.reindex(columns=[axis.column])[axis.column].astype(float)
     serves, trains = data[LATENCY.column].notna(), data[FINETUNED.column].notna()
     data.loc[serves & ~trains, "policy"] = SERVING
@@ -120,13 +117,27 @@ def ways_to_share(runs: pd.DataFrame) -> pd.DataFrame:
 def coserve_table(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
     """Draws finetuning and latency of the ways to share a device, with their bounds, over load."""
     data, x = ways_to_share(runs), FigureAxis(RATE, "requests per second and device")
-    axes = iter((FINETUNED, LATENCY))
+    text = ("Ways to share a device", f"{BESIDE} A line is a policy, a bound, or devices apart.")
+    axes = (FINETUNED, LATENCY, ATTAINED)
+    return _panels("coserve_table", data, x, axes, "policy", folder, text)
+
+
+def _panels(
+    name: str,
+    data: pd.DataFrame,
+    x: FigureAxis,
+    axes: Sequence[FigureAxis],
+    series: str,
+    folder: Path,
+    text: tuple[str, str],
+) -> Shown:
+    """Draws columns side by side, each over x."""
+    ys = iter(axes)
 
     def draw(part: pd.DataFrame, ax: Any) -> Any:
-        return plot_lines(part, ax, x, next(axes), "policy")
+        return plot_lines(part, ax, x, next(ys), series)
 
-    text = ("Ways to share a device", f"{BESIDE} A line is a policy, a bound, or devices apart.")
-    return panel("coserve_table", [data, data], draw, (9.5, 3.6), folder, text=text)
+    return panel(name, [data] * len(axes), draw, (4.75 * len(axes), 3.6), folder, text=text)
 
 
 def _over(data: pd.DataFrame, ax: Any, x: FigureAxis, y: FigureAxis) -> Any:
@@ -173,10 +184,10 @@ tide_under_kv = beside(
     FigureAxis("rate_per_s", "requests per second"),
     (
         "Training under keys and values",
-        "Left: tokens trained per second. Right: mean TPOT of the requests. time_shared divides "
-        "memory for good; elastic gives each side what the other leaves.",
+        "Left: tokens trained per second. Right: mean TPOT of the requests. PatrickStar "
+        "has half of the device (time_shared), or what keys and values leave (elastic).",
     ),
-    TRAINED,
+    (TRAINED, LATENCY),
 )
 
 
