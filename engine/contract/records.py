@@ -23,10 +23,13 @@ from engine.contract.training_progress import Record, TrainingProgress, layout_o
 
 
 class FeedbackCount(NamedTuple):
-    """How much feedback a tenant's answers have got.
+    """How much feedback a tenant's answers have got, of those whose feedback would have come.
+
+    An answer counts once it is as old as the longest wait for feedback so far, of any tenant: of a
+    younger one it is not known whether feedback will come.
 
     Attributes:
-        answers: requests that were answered.
+        answers: requests that were answered so long ago.
         samples: of these, those on which feedback has come so far.
     """
 

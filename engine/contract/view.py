@@ -311,8 +311,8 @@ class View:
         adapters: the newest version of each adapter, by name; none in a run without any.
         records: what serving has kept of requests for a job that learns, by request; that of a
             sample under way is not among them.
-        feedback: by tenant, how many answers have got feedback so far; kept where requests run
-            through adapters.
+        feedback: by tenant, how many answers have got feedback, of those that are old enough; kept
+            where requests run through adapters.
         launch_of: an operation of `in_flight` as it was issued, for `Cost.launch_ns`.
     """
 

@@ -254,7 +254,7 @@ class Admission:
             return
         self._left(job)
         if status == "finished" and self._state.adapters is not None:
-            self._state.records.answered(job)
+            self._state.records.answered(job, now_ns)
         self._state.recorder.ended(job.job_id, now_ns, status)
         if self._state.fleet is not None:
             self._state.fleet.left(job)

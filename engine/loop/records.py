@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from engine.contract.job import Job
@@ -21,8 +23,10 @@ class RecordBook:
         self._adopted: dict[int, int] = {}  # by request whose record a sample uses: the job
         self.records: Mapping[int, Record] = MappingProxyType(self._records)
         self._feedback: dict[str, FeedbackCount] = {}
-        self.feedback: Mapping[str, FeedbackCount] = MappingProxyType(self._feedback)
-        self._tenants: dict[int, str] = {}  # of requests that are answered
+        self._shown: Mapping[str, FeedbackCount] = MappingProxyType(self._feedback)
+        self._answers: dict[int, _Answer] = {}  # by request, those without feedback
+        self._young = deque[_Answer]()  # that do not count yet, in their order
+        self._longest_ns: int | None = None  # wait for feedback so far
         self._outcomes: dict[int, RecordOutcome] = {}  # by request, of records that are held
         self._over: list[RecordOutcome] = []
 
@@ -103,14 +107,39 @@ class RecordBook:
         return [outcome.row() for outcome in found]
 
     # ---- feedback
-    def answered(self, job: Job) -> None:
+    def answered(self, job: Job, now_ns: int) -> None:
         """A request has its answer, on which feedback may come."""
-        self._tenants[job.job_id] = job.tenant
-        count = self._feedback.get(job.tenant, FeedbackCount(0, 0))
-        self._feedback[job.tenant] = count._replace(answers=count.answers + 1)
+        answer = self._answers[job.job_id] = _Answer(job.tenant, now_ns)
+        self._young.append(answer)
 
-    def learned(self, request: int) -> None:
+    def learned(self, request: int, now_ns: int) -> None:
         """Feedback on a request has come; on one that was refused it tells nothing."""
-        if (tenant := self._tenants.pop(request, None)) is not None:
-            count = self._feedback[tenant]
-            self._feedback[tenant] = count._replace(samples=count.samples + 1)
+        if (answer := self._answers.pop(request, None)) is None:
+            return
+        answer.is_learned = True
+        if answer.counts:
+            self._count(answer.tenant, 0, 1)
+        self._longest_ns = max(self._longest_ns or 0, now_ns - answer.at_ns)
+
+    def feedback(self, now_ns: int) -> Mapping[str, FeedbackCount]:
+        """How much feedback answers have got by now, by tenant: see FeedbackCount."""
+        young, longest_ns = self._young, self._longest_ns
+        while young and longest_ns is not None and young[0].at_ns + longest_ns <= now_ns:
+            answer = young.popleft()
+            answer.counts = True
+            self._count(answer.tenant, 1, int(answer.is_learned))
+        return self._shown
+
+    def _count(self, tenant: str, answers: int, samples: int) -> None:
+        before = self._feedback.get(tenant, FeedbackCount(0, 0))
+        self._feedback[tenant] = FeedbackCount(before.answers + answers, before.samples + samples)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer: when it was given, whether feedback on it has come, and whether it counts."""
+
+    tenant: str
+    at_ns: int
+    is_learned: bool = False
+    counts: bool = False

@@ -14,6 +14,8 @@ from engine.contract.job import Job
 from engine.contract.plan import Slice
 from engine.contract.policy import Scheduling, Traits, traits_of
 from engine.contract.records import is_stale, learner_of
+from engine.contract.regions import Work
+from engine.contract.training_progress import TrainingProgress
 from engine.contract.view import View
 from policies.sharing.records import NS_PER_S, feedback_rate
 
@@ -79,6 +81,7 @@ class Alchemist:
             for jobs in (view.training, view.waiting)
         )
         batch = self.sharing.batch(replace(view, training=training, waiting=waiting))
+        batch = [piece for piece in batch if not self._is_too_soon(piece, view.now_ns)]
         if self.record == "none":
             return tuple(batch)
         learns = [job for job in (*view.training, *view.waiting) if job.training is not None]
@@ -89,7 +92,21 @@ class Alchemist:
         training = job.training
         if training is None or not training.spec.learns or not training.begins_step:
             return True
-        spec, first = training.spec, training.first_microbatch
+        return self._may_begin(training, training.first_microbatch, now_ns)
+
+    def _is_too_soon(self, piece: Slice, now_ns: int) -> bool:
+        """Whether a window begins the next step behind an update, before that step may begin."""
+        training = piece.job.training
+        if training is None or not training.spec.learns:
+            return False
+        following = training.microbatches.stop
+        if piece.work is not Work.FORWARD or piece.microbatch < following:
+            return False
+        return not self._may_begin(training, following, now_ns)
+
+    def _may_begin(self, training: TrainingProgress, first: int, now_ns: int) -> bool:
+        """Whether there is feedback enough, or old enough, for a step from this microbatch on."""
+        spec = training.spec
         waiting = spec.samples[first:]
         if len(waiting) >= min(self.samples, spec.num_steps * spec.microbatches - first):
             return True

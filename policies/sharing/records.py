@@ -45,6 +45,7 @@ class RecordRules:
         keep_tail: so many of the last layers stay on the device: a backward reads them first.
         ahead: units whose records come back ahead of the backward that reads them.
         headroom: share of the device that recording leaves free.
+        host_headroom: share of the host that records leave free.
         hedge: share of the device that records make room for, before serving needs it.
         max_age_s: a record without feedback is dropped so long after it was made; None: never.
 
@@ -56,11 +57,12 @@ class RecordRules:
     keep_tail: int = 0
     ahead: int = 1
     headroom: float = 0.05
+    host_headroom: float = 0.0
     hedge: float = 0.05
     max_age_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("headroom", "hedge"):
+        for name in ("headroom", "host_headroom", "hedge"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"records: {name} is {getattr(self, name)}, must be in [0, 1)")
         for name in ("keep_tail", "ahead"):
@@ -78,7 +80,7 @@ def feedback_rate(view: View, tenant: str) -> float:
         tenant: the tenant.
 
     Returns:
-        A number in (0, 1); a half where it has no answer yet.
+        A number in (0, 1); a half where no answer is old enough to tell.
     """
     answers, samples = (view.feedback or {}).get(tenant, (0, 0))
     return (samples + 1) / (answers + 2)
@@ -231,12 +233,18 @@ class HeldRecords:
     def _moved(self, record: Record, places: Sequence[Place]) -> bool:
         """Moves places of a record to the host, if it has room for all of them."""
         nbytes = sum(map(self._plan.held, places))
-        if nbytes > self._plan.room((Tier.HOST, self._view.device)):
+        if nbytes > self._host_room():
             return False
         for place in places:
             self._plan.move(place, on_host(place))
         self._moving.add(record.request)
         return True
+
+    def _host_room(self) -> int:
+        """Bytes of the host that records may take."""
+        pool: Pool = (Tier.HOST, self._view.device)
+        kept = int(self._rules.host_headroom * self._view.capacity_bytes.get(pool, 0))
+        return self._plan.room(pool) - kept
 
     def drop(self, record: Record) -> None:
         """Gives a record back, with keys and values that are its own."""
@@ -350,10 +358,10 @@ class HeldRecords:
         """Moves what a plan records to the host, the lowest layers first, if there is room."""
         host: Pool = (Tier.HOST, self._view.device)
         for one in made if self._rules.offload else ():
-            for place, nbytes in one.sizes[: len(one.sizes) - self._rules.keep_tail]:
-                while nbytes > self._plan.room(host) and self.give_way(host, one.value):
+            for place, nbytes in one.sizes[: max(0, len(one.sizes) - self._rules.keep_tail)]:
+                while nbytes > self._host_room() and self.give_way(host, one.value):
                     pass
-                if nbytes > self._plan.room(host):
+                if nbytes > self._host_room():
                     return
                 self._plan.move(place, on_host(place))
 

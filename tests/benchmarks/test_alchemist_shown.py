@@ -72,6 +72,14 @@ SHOWN = {
     ),
     "policy alchemist, age trigger": f"{CHOICE}::test_a_step_begins_once_a_sample_has_waited",
     "policy alchemist, batch trigger": f"{POLICY}::test_a_step_begins_with_enough_samples",
+    "headroom of device and host": (
+        f"{POLICY}::test_records_leave_their_share_of_the_device_and_the_host_free"
+    ),
+    "out lowest layer first, back highest first, ahead of the backward": (
+        f"{POLICY}::test_records_go_out_lowest_layer_first_and_come_back_highest_first"
+    ),
+    "last layers that stay": f"{POLICY}::test_the_last_layers_stay",
+    "age of records": f"{POLICY}::test_records_end_once_they_have_waited_for_too_long",
     "baseline: oracle": (f"{CHOICE}::test_the_oracle_records_what_gets_feedback_and_nothing_else"),
     "baseline: recompute": f"{POLICY}::test_samples_start_behind_records",
     "baselines: no offload, no hedge": (
@@ -97,7 +105,9 @@ ABSENT = {
     "speed-up at recorded shares 5 %, 1.3 at .9": UNMEASURED.format("record_reuse"),
     "cost of recording 3 %; bytes of record-all": UNMEASURED.format("recording_cost"),
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
-    "a host headroom": "the host's memory is the bound: records of less value end there first",
+    "records of prompts behind a prefix hit": (
+        "CoMemory refuses a prefix cache: samples take the bytes of pages without a holder"
+    ),
     "the ids of ShareGPT's answers": "they are drawn: a trace has lengths of answers, no text",
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
 }

@@ -329,16 +329,119 @@ def test_outcomes_tell_what_became_of_records() -> None:
     assert all((row[9] is None) is (row[8] is None) for row in rows)
 
 
+@pytest.mark.parametrize("record", ["none", "all"])
 @pytest.mark.parametrize("samples", [1, 3, 8])
-def test_a_step_begins_with_enough_samples(samples: int) -> None:
-    """The last steps begin with those that are left."""
+def test_a_step_begins_with_enough_samples(samples: int, record: str) -> None:
+    """Each step; the last steps begin with those that are left."""
     requests = through(random_requests(5, 30, rate=300))
-    found = run(requests, learning(requests, 5), policy=alchemist(samples=samples)).check()
+    job = learning(requests, 5)
+    found = run(requests, job, policy=alchemist(samples=samples, record=record)).check()
     trained = found.rows("training")
-    assert len(trained) == learning(requests, 5).num_steps
-    first = trained[0]["start_ns"]
+    assert len(trained) == job.num_steps > 3
     came = sorted([at for times in found.recorder._released.values() for at in times])
-    assert first >= came[samples - 1]
+    waited = 0
+    for step, row in enumerate(trained):
+        first = step * job.microbatches
+        needs = min(samples, job.num_steps * job.microbatches - first)
+        assert row["start_ns"] >= came[first + needs - 1], step
+        waited += row["start_ns"] > came[first]
+    assert samples == 1 or waited
+
+
+def copied(plan: Plan, to: Tier) -> dict[int, list[int]]:
+    """By request, the units of its record that a plan copies to a tier, in order."""
+    found = dict[int, list[int]]()
+    for op in plan.ops:
+        if isinstance(op, Copy) and op.dst.tier is to and op.dst.region.kind is Kind.ACTIVATION:
+            found.setdefault(op.dst.region.owner, []).append(op.dst.region.part)
+    return found
+
+
+def test_records_go_out_lowest_layer_first_and_come_back_highest_first() -> None:
+    """Each unit ahead of its backward; with `ahead` none comes before the plan that reads it."""
+    requests = through(random_requests(3, 30, rate=300))
+    job = learning(requests, microbatches=8)
+
+    def came(ahead: int) -> tuple[int, int]:
+        """Units that came back with the plan of their backward, and those that came before."""
+        rules = RecordRules(hedge=0.0, ahead=ahead)
+        found = run(requests, job, policy=alchemist(rules=rules)).check()
+        with_it, before = 0, 0
+        for plan in found.plans:
+            for units in copied(plan, Tier.HOST).values():
+                assert units == sorted(units)
+            back = [unit for units in copied(plan, Tier.GPU).values() for unit in units]
+            assert back == sorted(back, reverse=True)
+            own = [p for p in slices_of(plan) if p.work is Work.BACKWARD and p.layers]
+            reads = {unit for piece in own for unit in piece.layers or ()}
+            with_it += len([unit for unit in back if unit in reads])
+            before += len([unit for unit in back if unit not in reads])
+        return with_it, before
+
+    lazy, eager = came(0), came(1)
+    assert lazy[0] > 10 and not lazy[1]
+    assert eager[1] > 10 and eager[0] < lazy[0] / 2
+
+
+@pytest.mark.parametrize("tail", [0, 1, 2, 50])
+def test_the_last_layers_stay(tail: int) -> None:
+    """So many; all of them where there are fewer."""
+    requests = through(random_requests(3, 30, rate=300))
+    rules = RecordRules(hedge=0.0, keep_tail=tail)
+    found = run(requests, learning(requests), policy=alchemist(rules=rules)).check()
+    copies = [copied(plan, Tier.HOST).values() for plan in found.plans]
+    out = {unit for units in copies for own in units for unit in own}
+    units = range(1, SPEC.num_layers + 1)
+    assert out == {*units[: max(0, len(units) - tail)]}
+
+
+def test_records_leave_their_share_of_the_device_and_the_host_free() -> None:
+    requests = through(random_requests(3, 40, rate=3000))
+
+    def most(headroom: float, host_headroom: float) -> tuple[float, float]:
+        """The fullest share of the device and of the host while prompts are recorded."""
+        rules = RecordRules(headroom=headroom, host_headroom=host_headroom, hedge=0.0)
+        policy, full = alchemist(rules=rules), dict[Tier, float]()
+        found = run(requests, learning(requests), policy=policy, host_pages=400).check()
+        for row in found.rows("memory"):
+            tier, left = Tier(row["tier"]), row["free_bytes"] + row["coming_bytes"]
+            full[tier] = max(full.get(tier, 0.0), 1 - left / row["capacity_bytes"])
+        return full[Tier.GPU], full[Tier.HOST]
+
+    free, kept = most(0.0, 0.0), most(0.5, 0.5)
+    assert free[1] > 0.9 and kept[1] <= 0.5
+    assert kept[0] < free[0]
+
+
+def test_records_end_once_they_have_waited_for_too_long() -> None:
+    requests = through(random_requests(3, 30, rate=300))
+    job = learning(requests, 3, microbatches=8)
+    lasting, short = (
+        run(requests, job, policy=alchemist(rules=RecordRules(max_age_s=age))).check()
+        for age in (None, 1e-6)
+    )
+    ends = {row["request_id"]: row["finish_ns"] for row in short.rows("requests")}
+    answered = {sample.request for sample in job.samples}
+    rows = [row for row in short.recorder.records if row[7] == "dropped"]
+    silent = [row for row in rows if row[0] not in answered]
+    assert silent and len(rows) > len([r for r in lasting.recorder.records if r[7] == "dropped"])
+    assert all(row[6] - ends[row[0]] < 5 * 10**6 for row in silent)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"headroom": 1.0}, r"headroom is 1.0, must be in \[0, 1\)"),
+        ({"host_headroom": -0.1}, "host_headroom is -0.1"),
+        ({"hedge": 1.5}, "hedge is 1.5"),
+        ({"keep_tail": -1}, "keep_tail is -1, must be at least 0"),
+        ({"ahead": -1}, "ahead is -1, must be at least 0"),
+        ({"max_age_s": 0.0}, "max_age_s is 0.0, must be above 0, or null"),
+    ],
+)
+def test_wrong_rules_are_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        RecordRules(**given)
 
 
 @pytest.mark.parametrize("hedge", [0.0, 0.4])

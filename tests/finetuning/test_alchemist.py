@@ -60,6 +60,24 @@ def test_tenants_whose_answers_get_no_feedback_are_not_recorded_once_that_is_kno
     assert 0 < of("b", threshold) < of("b", everything) / 2
 
 
+@pytest.mark.parametrize("delay_ms", [1, 80])
+def test_answers_too_young_for_feedback_do_not_count_against_their_tenant(delay_ms: int) -> None:
+    """All answers get feedback, which comes long behind the next ones."""
+    requests = through(random_requests(5, 60, rate=300))
+    samples = [
+        Sample(r.prompt_tokens + r.output_tokens, r.prompt_tokens, delay_ms * MS, r.request_id)
+        for r in requests
+    ]
+    job = finetuning_job(
+        1000, samples, learns=True, publish="a", recipe=Recipe(lora_rank=4), microbatches=60,
+        num_steps=1, until_served=False,
+    )  # fmt: skip
+    found = run(requests, job, policy=alchemist(record="threshold", least=0.3)).check()
+    everything = run(requests, job, policy=alchemist(record="all")).check()
+    assert recorded(found).keys() == recorded(everything).keys()
+    assert len(recorded(found)) > 40
+
+
 def counts(found: Replay) -> Mapping[str, int]:
     rows = found.rows("requests")
     return {"restarts": sum([r["restarts"] for r in rows]), "steps": len(found.rows("training"))}

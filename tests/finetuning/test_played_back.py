@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tests.finetuning.test_co_serving_runs import SMALL
 from tests.finetuning.test_feedback_runs import WORDS
+from tests.finetuning.test_record_runs import STALE
+from tests.finetuning.test_record_runs import WORDS as RECORDS
 
 
 def operations(folder: Path) -> list[list[Any]]:
@@ -24,10 +27,11 @@ def operations(folder: Path) -> list[list[Any]]:
     return [[op for op in ops if op[0] != "free"] for ops in whole]
 
 
-def test_a_measured_run_is_played_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [WORDS, RECORDS, STALE], ids=["recompute", "records", "stale"])
+def test_a_measured_run_is_played_back(words: Sequence[str], tmp_path: Path) -> None:
     """Its samples have come in an order of their own, which the log is played back with."""
-    run_experiment(composed([*WORDS, "backend=cpu"]), tmp_path / "measured")
-    run_experiment(composed([*WORDS]), tmp_path / "predicted")
+    run_experiment(composed([*words, "backend=cpu"]), tmp_path / "measured")
+    run_experiment(composed([*words]), tmp_path / "predicted")
     measured, predicted = load(tmp_path / "measured"), load(tmp_path / "predicted")
     replay_of(predicted, measured, tmp_path / "replayed", [], [])
     logs = [operations(tmp_path / name) for name in ("measured", "replayed")]

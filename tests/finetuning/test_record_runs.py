@@ -160,10 +160,18 @@ def test_tokens_are_those_of_the_version(
     assert used(found)
 
 
+LANES = ("memory.lanes=2", "memory.fused=false")
 SHARINGS = {
     "coserve_slo": ("scheduling.sharing.slo_s=0.02",),
+    "coserve_vtc": (),
     "temporal": ("scheduling.sharing.every=3",),
+    "temporal limited": (
+        *("scheduling.sharing.every=3", "scheduling.sharing.window_tokens=16"),
+        "scheduling.sharing.backward_layers=1",
+    ),
     "llm_station": ("scheduling.sharing.slo_s=0.02",),
+    "spatial": LANES,
+    "coserve limited": (*LANES, "scheduling.sharing.token_budget=40"),
 }
 
 
@@ -173,9 +181,21 @@ def test_every_way_to_share_records_and_learns(
 ) -> None:
     """Tokens, plans and training, as with co-serving."""
     plain = [word for word in WORDS if not word.startswith("scheduling.sharing")]
-    words = (*plain, f"scheduling@scheduling.sharing={sharing}", *SHARINGS[sharing])
+    name = sharing.split()[0]
+    words = (*plain, f"scheduling@scheduling.sharing={name}", *SHARINGS[sharing])
     found = run_of("lockstep", words)
     assert found.log == run_of("sim", words).log and used(found)
+    check_tokens(found, published)
+    check_training(found)
+
+
+@pytest.mark.parametrize("record", ["none", "threshold", "oracle"])
+def test_every_choice_of_what_to_record_serves_and_learns(
+    record: str, published: dict[Version, Tensor]
+) -> None:
+    words = (*WORDS, f"scheduling.record={record}")
+    found = run_of("lockstep", words)
+    assert found.log == run_of("sim", words).log and bool(used(found)) == (record != "none")
     check_tokens(found, published)
     check_training(found)
 
