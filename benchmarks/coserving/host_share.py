@@ -6,8 +6,8 @@ checks and books plans, packs launches and settles them. Its share is that of th
 launches' time together, so idle time does not count; of three replays the median is taken, of the
 policies the worst. `slo` is quoted durations by the device's roofline, and its SLO is four times
 the mean time per token of serving alone: on a CPU a token of a window takes as long as one of a
-prompt, and twice leaves room for hardly a window. Replays in which no window goes forward fail (under `budget`
-and `slo` none beside requests).
+prompt, and twice leaves room for hardly a window. Replays in which no window goes forward fail
+(under `budget` and `slo` none beside requests).
 
 A plan takes the host one to two milliseconds, whatever the model. What share that is depends on the
 launches: 50 to 130 ms a plan of GPT-2 on this CPU, 5 to 13 ms of tiny_llama. The bar is held to

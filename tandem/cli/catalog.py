@@ -112,24 +112,22 @@ def merged(node: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 def resolved(node: Mapping[str, Any], group: str) -> dict[str, Any]:
     """A node of a group whose values that name another value of it are that.
 
-    They name it as `${GROUP.KEY}`, or as `${..KEY}` in the node around their own. Values that name
-    one of another group are left out.
+    They name it as `${GROUP.KEY}`, or as `${..KEY}` in the node around their own, a dot more for
+    each one further out. Values that name one of another group are left out.
     """
-    own, near = f"${{{group}.", "${.."
+    own = re.compile(rf"\$\{{(?:{group}\.|(?P<dots>\.+))(?P<key>\w+)\}}")
 
     def value_of(value: Any, around: Sequence[Mapping[str, Any]]) -> Any:
         if isinstance(value, Mapping):
             kept = {key: inner for key, inner in value.items() if not is_foreign(inner)}
             return {key: value_of(inner, (*around, value)) for key, inner in kept.items()}
-        for begins, named in ((own, node), (near, around[-2] if len(around) > 1 else node)):
-            if isinstance(value, str) and value.startswith(begins) and value.endswith("}"):
-                return named.get(value[len(begins) : -1])
+        if isinstance(value, str) and (found := own.fullmatch(value)):
+            out = min(len(found["dots"] or around), len(around))
+            return around[-out].get(found["key"])
         return value
 
     def is_foreign(value: Any) -> bool:
-        return (
-            isinstance(value, str) and value.startswith("${") and not value.startswith((own, near))
-        )
+        return isinstance(value, str) and value.startswith("${") and not own.fullmatch(value)
 
     return dict(value_of(node, ()))
 

@@ -98,10 +98,22 @@ def trainees_of(
     if not isinstance(asked, Finetuning):
         return (_trainee(asked, number, own, cache, ranks),)
     _check_dtype(asked, spec)
+    _check_recorded(config, asked)
     seed, replayed = int(config["seed"]), config.get("replayed")
     each = enumerate([job.on(requests, seed) for job in asked.each()], number)
     played = None if replayed is None else Path(str(replayed))
     return tuple([_trainee(job, at, own, cache, ranks, played) for at, job in each])
+
+
+def _check_recorded(config: Mapping[str, Any], asked: Finetuning) -> None:
+    """ValueError where prompts are to be recorded for a job that could use no record."""
+    record = (config.get("scheduling") or {}).get("record", "none")
+    if record != "none" and asked.learns and not asked.publish:
+        raise ValueError(
+            f"scheduling.record={record}: prompts are recorded for the job that publishes their "
+            "adapter, and this one publishes none; give it training.publish=a0 adapters.count=1, "
+            "or take scheduling.record=none"
+        )
 
 
 def _job_for(config: Mapping[str, Any]) -> str:

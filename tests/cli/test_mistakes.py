@@ -61,6 +61,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "arrival.rate=-1"], "must be a positive number"),
         (["run", "seed=abc"], "seed=abc: that is text; give a whole number"),
         (["run", "seed=-1"], "seed=-1: it must be at least 0"),
+        (
+            ["run", "policy=alchemist", "training=feedback", "training.microbatches=2"],
+            "this one publishes none; give it training.publish=a0 adapters.count=1",
+        ),
+        (
+            ["plan", "policy=coserve", "training=finetune", "training.microbatches=0"],
+            "training.microbatches=0: it must be at least 1",
+        ),
         (["run", "slo.ttft_s=fast"], "fast: that is text; give a number or null (in seconds)"),
         (
             ["run", "budget.kv_bytes=70MB"],

@@ -104,6 +104,30 @@ def test_adapters_learn_from_their_requests() -> None:
     assert {adapters[sample.request] for sample in samples if sample.request is not None} == {"a1"}
 
 
+def test_another_device_learns_from_the_requests_of_an_adapter(tmp_path: Path) -> None:
+    """As many updates as their samples fill, each of which it trains on once."""
+    adapters = ("policy=adapters", "adapters.count=2", "adapters.zipf=0", "trace.requests=30")
+    served = [word for word in WORDS if not word.startswith(("policy", "training", "scheduling"))]
+    served += [*adapters, "tenants.shares={x: 0.5, y: 0.5}"]
+    run_experiment(composed(served), tmp_path / "served")
+    rows = load(tmp_path / "served").requests.set_index("request_id")
+    words = [word for word in WORDS if not word.startswith(("trace", "training.data", "arrival"))]
+    words += ["trace=none", "training/data=feedback_of_run", f"training.data.run={tmp_path}/served"]
+    words += ["training.data.feedback.chance=1.0", "training.microbatches=2"]
+
+    def learned(*more: str) -> tuple[set[int], int]:
+        (trainee,) = run_spec_of(composed([*words, *more])).trainees
+        return {sample.request for sample in trainee.job.samples}, trainee.job.num_steps  # type: ignore[misc]
+
+    a1 = {*rows.index[rows["adapter"] == "a1"]}
+    x = {*rows.index[rows["tenant"] == "x"]}
+    assert len(a1) > 4 and learned("training.data.adapter=a1") == (a1, len(a1) // 2)
+    assert learned("training.data.adapter=a1", "training.tenant=x")[0] == a1 & x
+    rows.reset_index().drop(columns="finish_ns").to_parquet(tmp_path / "served/requests.parquet")
+    with pytest.raises(ValueError, match=r"requests.parquet has no column finish_ns; give the"):
+        learned()
+
+
 def test_each_tenant_has_a_chance_of_its_own() -> None:
     words = ["tenants.shares={a: 0.5, b: 0.5}", "training.tenants=[a, b]", "trace.requests=200"]
     found = run_spec_of(composed([*WORDS, *words, "training.data.chance={a: 0.8, b: 0.2}"]))

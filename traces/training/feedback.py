@@ -102,12 +102,15 @@ class FeedbackOfRun:
     separate cluster trains beside the one that serves.
 
     `run` is the folder of a finished run, and `feedback` says which answers get feedback, and when.
+    Feedback counts on requests of `tenant` that ran through `adapter`; "": of all.
     Prompts and answers have the ids that a job beside that run's requests would train on, where
     its prompts were drawn by its seed.
     """
 
     run: str
     feedback: FeedbackSamples
+    adapter: str = ""
+    tenant: str = ""
 
     @property
     def name(self) -> str:
@@ -144,16 +147,22 @@ class FeedbackOfRun:
         return sorted(found, key=lambda pair: (pair[1].release_ns, pair[0].request_id))
 
     def _answered(self) -> list[tuple[Request, int]]:
-        """The requests that were answered, each with the end of its answer."""
+        """The requests that were answered and count, each with the end of its answer."""
         path = Path(self.run).expanduser() / "requests.parquet"
         if not path.is_file():
             raise ValueError(f"training.data.run={self.run}: {absent(path)} {path.name} in it")
-        names = ["request_id", "prompt_tokens", "output_tokens", "finish_ns", "status", "tenant"]
+        needed = ["request_id", "prompt_tokens", "output_tokens", "finish_ns", "status"]
         try:
             has = pq.read_schema(path).names
-            rows = pq.read_table(path, columns=[name for name in names if name in has]).to_pylist()
+            names = [name for name in (*needed, "tenant", "adapter") if name in has]
+            rows = pq.read_table(path, columns=names).to_pylist()
         except pa.ArrowInvalid as error:
             raise ValueError(f"training.data.run={self.run}: {path.name} is no table") from error
+        if lacks := [name for name in needed if name not in has]:
+            raise ValueError(
+                f"training.data.run={self.run}: {path.name} has no column {lacks[0]}; give the "
+                "folder of a run"
+            )
         return [
             (
                 Request(
@@ -167,4 +176,6 @@ class FeedbackOfRun:
             )
             for row in rows
             if row["status"] == "finished"
+            and self.tenant in ("", row.get("tenant") or "")
+            and self.adapter in ("", row.get("adapter") or "")
         ]

@@ -17,7 +17,7 @@ from traces.serving.recorded_times import UNITS_NS
 from traces.serving.request import Request, Sample, TrainingJob
 from traces.store import read_trace
 from traces.training.batches import ORDER, Batches, ConversationBatches, Ids
-from traces.training.feedback import FeedbackSamples
+from traces.training.feedback import FeedbackOfRun, FeedbackSamples
 from traces.training.job import TrainingWork
 from traces.training.text_store import read_documents
 
@@ -335,6 +335,8 @@ class Finetuning(TrainingWork):
 
     def on(self, requests: Sequence[Request], seed: int) -> Finetuning:
         """The job in a run with these requests, whose prompts are drawn by `seed`."""
+        if isinstance(self.data, FeedbackOfRun):
+            return replace(self, data=replace(self.data, tenant=self.tenant))
         if not isinstance(self.data, FeedbackSamples):
             return self
         own = [
@@ -361,7 +363,8 @@ class Finetuning(TrainingWork):
         """The job for a model of `num_units` units. Raises a ValueError of one line."""
         assert isinstance(self.publish, str), "tenants have a job each"
         samples = self.data.samples(self.sequence_tokens, self.recipe.seed, cache)
-        if self.learns and len(samples) < self.microbatches:
+        is_feedback = isinstance(self.data, FeedbackSamples | FeedbackOfRun)  # each counts once
+        if is_feedback and len(samples) < self.microbatches:
             raise ValueError(
                 f"training.microbatches={self.microbatches}: only {len(samples)} requests get "
                 "feedback; take fewer for an update, more requests or another training.data.chance"
@@ -377,7 +380,7 @@ class Finetuning(TrainingWork):
             self.arrival_ns,
             num_units,
             self.sequence_tokens,
-            num_steps=self.num_steps or (math.floor(steps) if self.learns else math.ceil(steps)),
+            num_steps=self.num_steps or (math.floor(steps) if is_feedback else math.ceil(steps)),
             microbatches=self.microbatches,
             model=model,
             dataset=self.data.name,
