@@ -29,6 +29,10 @@ SHARES = {
     "serve_stalled_share": "launches that serve, waiting for copies or another lane",
     "train_stalled_share": "launches that only train, waiting",
 }
+AGES = {
+    "mean_record_age_s": ("age of records when they were used, mean", "s"),
+    "mean_record_updates_behind": ("updates that they were behind, mean", ""),
+}
 KEPT = {"record_kept_bytes": "kept by records", "record_wasted_bytes": "of that for no sample"}
 
 
@@ -51,6 +55,10 @@ def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
         rows.append([Cell("steps per second"), Cell(f"{1 / step_s:.4g}")])
     rows += [[Cell(t), Cell(f"{metrics[n]:,}")] for n, t in COUNTS.items() if n in metrics]
     rows += [[Cell(t), amount_cell(metrics[n], "bytes")] for n, t in KEPT.items() if n in metrics]
+    for name, (text, unit) in AGES.items():
+        if name in metrics:
+            age = float(metrics[name])
+            rows.append([Cell(text), amount_cell(age, unit) if unit else Cell(f"{age:.3g}")])
     rows += [
         [Cell(t), Cell(f"{100 * float(metrics[n]):.1f} %")]
         for n, t in SHARES.items()

@@ -65,6 +65,8 @@ def main() -> int:
             used = (1 - shares[0]) / (1 - KEPT)
             rows.append((case, "in_time", shares[0], KEPT, used))
             rows.append((case, "in_time, nothing recorded", shares[1], float("nan"), float("nan")))
+            hits = finetuning_summary(own)["record_hit_rate"]
+            rows.append((case, "records used", hits, float("nan"), float("nan")))
             for name, rate in zip(("trained", "trained, nothing recorded"), rates, strict=True):
                 rows.append((case, f"{name} tokens/s", rate, float("nan"), float("nan")))
     table = pd.DataFrame(rows, columns=COLUMNS)

@@ -250,6 +250,18 @@ LEARNED = ("training.data.chance=1.0", "training.sequence_tokens=512")
             "alchemist_staleness",
             (*LEARNED, "training.staleness=0,4", "training.data.delay_s=0.1,1"),
         ),
+        (
+            "alchemist_share",
+            (*LEARNED, "training.data.chance=0.7,1.0", "scheduling.record=none,all"),
+        ),
+        (
+            "alchemist_delay",
+            (*LEARNED, "training.data.delay_s=0.1,1", "scheduling.record=none,all"),
+        ),
+        (
+            "alchemist_link",
+            (*LEARNED, "device.to_device_bytes_per_s=1e6,1e10", "scheduling.record=none,all"),
+        ),
         ("alchemist_burst", (*LEARNED, "arrival.burstiness=0.5,1.0", "memory.records.hedge=0,0.2")),
     ],
 )
@@ -265,6 +277,12 @@ def test_finetuning_is_drawn_beside_latency(
     if name == "budget_sweep":
         mean = found.groupby("budget_tokens")["finetune_tokens_per_s"].mean()
         assert mean.is_monotonic_increasing, "a larger budget finetunes more"
+    if name == "alchemist_link":
+        rates = found.pivot_table(index="link_bytes_per_s", columns="recorded")
+        rates = rates["finetune_trained_tokens_per_s"]
+        assert rates["all recorded"].iloc[0] < rates["all recorded"].iloc[1], (
+            "records come back over the link"
+        )
     if name == "slo_sweep":
         mean = found.groupby("slo_s")["finetune_tokens_per_s"].mean()
         assert mean.is_monotonic_increasing, "a longer step finetunes more"

@@ -71,4 +71,5 @@ def test_the_page_tells_of_samples_and_records(learned: Run) -> None:
     assert float(rows["steps per second"]) == pytest.approx(
         1 / float(metrics["mean_train_step_s"]), rel=1e-3
     )
-    assert "of that for no sample" in rows
+    assert "of that for no sample" in rows and rows["updates that they were behind, mean"] == "0"
+    assert rows["age of records when they were used, mean"].endswith("s")

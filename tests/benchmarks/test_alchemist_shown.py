@@ -92,9 +92,23 @@ SHOWN = {
         "tests/analysis/test_learning.py::test_the_page_tells_of_samples_and_records"
     ),
     # experiments
-    "alchemist_staleness, alchemist_burst": f"{FIGURES}::test_finetuning_is_drawn_beside_latency",
-    "alchemist_share, alchemist_delay, alchemist_link": (
-        f"{FIGURES}::test_the_ends_of_each_axis_compose"
+    "alchemist_share, alchemist_delay, alchemist_link, alchemist_staleness, alchemist_burst": (
+        f"{FIGURES}::test_finetuning_is_drawn_beside_latency"
+    ),
+    "every policy that shares a device learns from records": (
+        f"{RUNS}::test_every_way_to_share_records_and_learns"
+    ),
+    "every choice of what to record": (
+        f"{RUNS}::test_every_choice_of_what_to_record_serves_and_learns"
+    ),
+    "measured runs with records are played back": (
+        "tests/finetuning/test_played_back.py::test_a_measured_run_is_played_back"
+    ),
+    "the separate cluster learns from the same requests": (
+        f"{FEEDBACK_RUNS}::test_another_device_learns_from_the_requests_of_an_adapter"
+    ),
+    "the age of records on the page": (
+        "tests/analysis/test_learning.py::test_the_page_tells_of_samples_and_records"
     ),
     "99 % of the tokens stay in time at 80 % load": "benchmarks/coserving/records_give_way.py",
     "when it pays: the crossover of link and delay": "benchmarks/coserving/when_it_pays.py",
@@ -107,6 +121,11 @@ ABSENT = {
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
     "records of prompts behind a prefix hit": (
         "CoMemory refuses a prefix cache: samples take the bytes of pages without a holder"
+    ),
+    "throughput and memory beside the separate cluster, latency beside a server that records "
+    "nothing": UNMEASURED.format("feedback_fidelity"),
+    "delay of feedback on the wall clock": (
+        "when_it_pays varies the link there; the crossing by delay is simulated"
     ),
     "the ids of ShareGPT's answers": "they are drawn: a trace has lengths of answers, no text",
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",

@@ -197,7 +197,8 @@ def test_records_cause_no_restart(offload: bool) -> None:
     """In a memory that is too small for the requests.
 
     What an answered request leaves may give way as its record a plan before it would come back
-    without one. So plans are not equal, and all that may be less is restarts.
+    without one. So plans are not equal. A request that is not preempted then goes on, and another
+    one may find no room later: one of these traces has three restarts more, others have fewer.
     """
     counts = [0, 0]
     for seed in range(8):
