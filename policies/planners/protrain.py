@@ -26,6 +26,7 @@ from policies.training.out_of_memory import OutOfMemory, remedies_of_launch, rem
 from policies.training.streaming import GRADIENTS_OUT
 from traces.serving.request import TrainingJob
 
+MOST_NUMBERS = 80  # of a knob, so that a search of a deeper model takes seconds, too
 # What the search has tried already.
 SEARCHED = (Remedy.RECOMPUTE, Remedy.OFFLOAD_INPUTS, Remedy.KEEP_INPUTS, Remedy.SMALLER_CHUNKS)
 
@@ -35,7 +36,8 @@ class ProTrainLayout:
     """The fastest configuration that fits (Yang et al., ProTrain, MLSys'26).
 
     All configurations are searched: chunks that persist, buffers, blocks that offload and blocks
-    that compute again. Each of these may be given instead, and the others are searched.
+    that compute again. Each of these may be given instead, and the others are searched. Of a model
+    with more than 80 blocks every second number is tried, with more than 160 every third one.
 
     Args:
         persistent: block chunks, from the first, whose states stay on the device; None: searched.
@@ -245,8 +247,9 @@ class _Layouts:
 
 
 def _numbers(given: int | None, most: int) -> Sequence[int]:
-    """The numbers that a knob may take."""
-    return range(most + 1) if given is None else (given,)
+    """The numbers that a knob may take: all of them, or some at equal distances, and the last."""
+    step = max(1, -(-most // MOST_NUMBERS))
+    return sorted({*range(0, most + 1, step), most}) if given is None else (given,)
 
 
 def _out_of_memory(lacks: TierBytes, job: TrainingJob, layout: TrainingLayout) -> OutOfMemory:

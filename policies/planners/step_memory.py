@@ -60,6 +60,8 @@ class Placements:
         """
         count = len(blocks.units)
         pairs = [(s, c) for s in swaps for c in checkpoints if s + c <= count]
+        if len(checkpoints) > 1:  # also where numbers are left out, no block need keep all
+            pairs = sorted({*pairs, *[(s, count - s) for s in swaps if s <= count]})
         rows = [
             [MODES.index(m) for m in modes_of_blocks(Configuration(0, 0, *pair), blocks, num_units,
                                                      interval, placement)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.contract.regions import Pool
 from policies.planners.blocks import Configuration
 from policies.planners.protrain import ProTrainLayout
 from policies.planners.search import Search, Space, TierBytes, TimedConfiguration
@@ -26,14 +27,21 @@ class Searched(NamedTuple):
     Attributes:
         space: The configurations that its knobs allow.
         room: What it may use of the device and the host.
+        is_given: Whether every knob is fixed by hand.
     """
 
     space: Space
     room: TierBytes
+    is_given: bool
 
 
-def searched(point: ComposedConfig, run_spec: RunSpec) -> Searched | None:
-    """What the planner of a point searches; None where it searches nothing."""
+def searched(
+    point: ComposedConfig, run_spec: RunSpec, capacity_bytes: Mapping[Pool, int] | None = None
+) -> Searched | None:
+    """What the planner of a point searches; None where it searches nothing.
+
+    `capacity_bytes` is there in the place of what the run has.
+    """
     node = planner_of(point.config)
     if node.get("_target_") is None or len(run_spec.trainees) != 1:
         return None
@@ -43,18 +51,29 @@ def searched(point: ComposedConfig, run_spec: RunSpec) -> Searched | None:
     (trainee,) = run_spec.trainees
     cost = PolicyCost(run_spec.quotes, lambda place: 0, run_spec.quote_pace)
     space, _ = planner.space(trainee.shape, trainee.job, cost)
-    return Searched(space, planner.room(run_spec.room.capacity_bytes))
+    knobs = (planner.persistent, planner.buffers, planner.swaps, planner.checkpoints)
+    room = planner.room(capacity_bytes or run_spec.room.capacity_bytes)
+    return Searched(space, room, None not in knobs)
 
 
 def choice_lines(point: ComposedConfig, run_spec: RunSpec) -> Iterator[str]:
     """The choice, what bounds it, and runners-up; nothing where the planner searches nothing."""
     if (found := searched(point, run_spec)) is None:
         return
-    space, room = found
+    space, room, is_given = found
     search = space.search(room, 1 + OTHERS)
-    if not search.found:  # it is given, and makes do with less
+    if not search.found:
         lacks = f"{search.lacks.device_bytes + search.lacks.host_bytes:,} bytes"
-        yield f"planner: {_told(space.everything()[0])}; given, and {lacks} short of running freely"
+        if is_given:  # it makes do with less
+            told = _told(space.everything()[0])
+            yield f"planner: {told}; given, and {lacks} short of running freely"
+        else:  # one of several layouts: the smallest
+            (layout,) = run_spec.room.layout.training.values()
+            least = shown_bytes(layout.peak_bytes)
+            yield (
+                f"planner: begins with the layout that needs least, {least}; its share of the "
+                f"device is {lacks} short of any"
+            )
         return
     best = search.found[0]
     yield f"planner: {_told(best)}; {_counted(search)}"
@@ -77,12 +96,18 @@ def _counted(search: Search) -> str:
     return f"the fastest of {search.num_fitting:,} that fit, of {search.num_all:,}"
 
 
-def write_surface(point: ComposedConfig, run_spec: RunSpec, path: Path) -> int | None:
+def write_surface(
+    point: ComposedConfig,
+    run_spec: RunSpec,
+    path: Path,
+    capacity_bytes: Mapping[Pool, int] | None = None,
+) -> int | None:
     """Writes all configurations as CSV, the best one first; returns how many.
 
-    None where the planner of the point searches nothing.
+    None where the planner of the point searches nothing. Which of them fit is told of
+    `capacity_bytes`, where that is given.
     """
-    if (found := searched(point, run_spec)) is None:
+    if (found := searched(point, run_spec, capacity_bytes)) is None:
         return None
     room, rows = found.room, found.space.everything()
     with path.open("w", newline="", encoding="utf-8") as file:

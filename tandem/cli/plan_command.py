@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from analysis.run import Run
 from analysis.training import training_steps, training_summary
 from analysis.usage import lane_shares, pool_uses
-from engine.contract.regions import Tier
+from engine.contract.regions import Pool, Tier
 from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
@@ -206,6 +206,8 @@ def main(words: Sequence[str]) -> int:
         print(f"does not fit: {advised_line(error)}")
         if least := told_min_budget(point, error):
             print(least)
+        if chosen.surface is not None:
+            _tell_surface_beyond(point, error, chosen.surface)
         _tell_max_layers(point, chosen.no_largest)
         return 1
     print(told(found))
@@ -217,11 +219,26 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _tell_surface(point: ComposedConfig, run_spec: RunSpec, path: Path) -> None:
-    count = write_surface(point, run_spec, path)
+def _tell_surface(
+    point: ComposedConfig,
+    run_spec: RunSpec,
+    path: Path,
+    capacity_bytes: Mapping[Pool, int] | None = None,
+) -> None:
+    count = write_surface(point, run_spec, path, capacity_bytes)
     if count is None:
         raise ValueError("--surface is of a planner that searches: take policy=protrain")
     print(f"surface: {count:,} configurations in {path}")
+
+
+def _tell_surface_beyond(point: ComposedConfig, refused: DoesNotFit, path: Path) -> None:
+    """The surface of a point that does not fit: configurations do not depend on the memory."""
+    alone = is_nothing(point.config["trace"])
+    need = min_budget_of(point, refused) if alone else None
+    if need is None:
+        raise ValueError(f"--surface {path}: no budget was found that is enough")
+    enough = _with_budget(point, need)
+    _tell_surface(enough, run_spec_of(enough), path, training_space(point))
 
 
 def told(found: PlannedRun) -> str:

@@ -300,6 +300,33 @@ def test_a_surface_is_a_file_with_the_fastest_first(
     assert f"planner: {chosen}:" in told
 
 
+def test_a_surface_is_written_where_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "surface.csv"
+    words = [*PROTRAIN[:-2], "budget.device_bytes=3000000", "--no-largest"]
+    assert main(["plan", *words, "--surface", str(path)]) == 1
+    rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
+    assert f"surface: {len(rows) - 1:,} configurations in" in capsys.readouterr().out
+    assert len(rows) > 20 and {row[-1] for row in rows[1:]} == {"False"}
+
+
+def test_the_largest_model_is_found_beside_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    """The planner searches for each depth that is tried."""
+    assert main(["plan", *PROTRAIN[:-1]]) == 0
+    (told,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("largest")]
+    assert int(told.partition(": ")[2].split()[0]) > 2
+
+
+def test_a_share_that_holds_no_layout_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["policy=elastic_protrain", "trace=sample", "limit=4", "model=micro_llama"]
+    words += ["training=random", "training.sequence_tokens=32", "training.num_steps=4"]
+    words += ["device=cpu", "device.memory_bytes=28000000", "planner.device_share=0.1"]
+    assert main(["plan", *words, "--no-largest"]) == 0
+    told = capsys.readouterr().out
+    assert "planner: begins with the layout that needs least, " in told and "given" not in told
+
+
 def test_a_surface_needs_a_planner_that_searches_and_one_point(tmp_path: Path) -> None:
     path = ("--surface", str(tmp_path / "surface.csv"), "--no-largest")
     assert main(["plan", *ZERO3, "budget.host_bytes=20000000", *path]) != 0

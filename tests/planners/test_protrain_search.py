@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -210,6 +211,21 @@ def test_few_configurations_of_a_20b_model_are_timed() -> None:
     (best,) = counting.search(TierBytes(70 << 30, 1 << 40)).found
     assert best.knobs.swaps > 0, "swaps win with long sequences"
     assert sum(timed) < len(space.model.placements.pairs) * len(space.pairs()[0]) / 2
+
+
+def test_a_deep_model_is_searched_by_some_numbers_of_each_knob() -> None:
+    """With both ends of each, and with all blocks offloaded or computed again."""
+    deep = ("model=micro_llama", "model.num_layers=200", "device=cpu", "planner.chunk_elements=0")
+    space = space_of(deep)
+    count = len(space.model.blocks.chunks)
+    assert count > 100 and len(space.persistent) <= 82 and {0, count} <= {*space.persistent}
+    steps = {b - a for a, b in pairwise(space.persistent)}
+    assert max(steps) == -(-count // 80)
+    pairs = space.model.placements.pairs
+    assert {(0, 0), (0, 200)} <= {*pairs} and max([s + c for s, c in pairs]) == 200
+    assert all((s, 200 - s) in pairs for s in {s for s, _ in pairs})
+    least = space.search(TierBytes(0, 1 << 40)).lacks.device_bytes
+    assert space.search(TierBytes(least, 1 << 40)).found
 
 
 def test_refusals_name_the_least_deficit() -> None:
