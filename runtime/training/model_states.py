@@ -119,15 +119,16 @@ class ModelStates:
             Weights and optimizer states by parameter.
         """
         weights, sections = dict[int, Tensor](), dict[int, list[Tensor]]()
-        for chunk, own in enumerate(self.chunks):
-            storage = present(self._store.newest(self.weight(chunk)))
-            weights.update(zip(own, self._copies(chunk, storage), strict=True))
-            if not (self.trains[chunk] and self._num_sections):
-                continue
-            states = present(self._store.newest(self.optimizer(chunk)))
-            for section in self.sections(chunk, states):
-                for p, part in zip(own, section, strict=True):
-                    sections.setdefault(p, []).append(part.to("cpu", copy=True))
+        with self._store.keeps_all():
+            for chunk, own in enumerate(self.chunks):
+                storage = present(self._store.newest(self.weight(chunk)))
+                weights.update(zip(own, self._copies(chunk, storage), strict=True))
+                if not (self.trains[chunk] and self._num_sections):
+                    continue
+                states = present(self._store.newest(self.optimizer(chunk)))
+                for section in self.sections(chunk, states):
+                    for p, part in zip(own, section, strict=True):
+                        sections.setdefault(p, []).append(part.to("cpu", copy=True))
         return SavedStates(weights, sections, draws)
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock
 
@@ -167,6 +168,15 @@ class RegionStore:
         self._homes: dict[Region, UntypedStorage] = {}
         self._stays: dict[tuple[Region, Tier], Stay] = {}
         self._newest: dict[Region, frozenset[Tier]] = {}
+        self._giving = RLock()
+
+    @contextmanager
+    def keeps_all(self) -> Iterator[None]:
+        """Gives nothing back meanwhile: threads of lanes that would wait."""
+        with self._giving:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            yield
 
     def declare(self, region: Region, state: State) -> None:
         """Registers a region of a job's model states, before it is grown anywhere."""
@@ -217,6 +227,10 @@ class RegionStore:
 
     def free(self, place: Place) -> None:
         """See Store. LostContents where the place holds the last copy and it is still needed."""
+        with self._giving:
+            self._free(place)
+
+    def _free(self, place: Place) -> None:
         region, tier = place.region, place.tier
         stay = self._stays.get((region, tier))
         assert stay is not None, f"{named(region)} is not on {tier}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -17,7 +19,7 @@ from runtime.training.checkpoint import CheckpointWriter
 from tandem.cli.errors import RunFailed
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
-from tests.support.pressure import BF16, CLIP, DROPOUT, LORA, SGD, TIED, Words
+from tests.support.pressure import BF16, CLIP, DROPOUT, LORA, SGD, TIED, Words, pressing
 from tests.training.trainings import SMALL, differing, plain
 from traces.training.checkpoints import newest_checkpoint, read_checkpoint, step_folder
 
@@ -36,6 +38,8 @@ POLICIES: dict[str, Words] = {
     "zero3_offload": (),
     "fsdp2_offload": (),
     "train_opt": (),
+    "train_lru": (),
+    "train_fifo": (),
     "patrickstar": ("planner.chunk_elements=15000", "planner.oversize=alone"),
     "protrain": ("planner.persistent=1", "planner.buffers=1", "planner.checkpoints=1"),
 }
@@ -92,6 +96,58 @@ def test_a_checkpoint_goes_on_under_another_policy_and_on_threads(tmp_path: Path
     resumed = run(tmp_path / "resumed", *words)
     assert losses(resumed) == losses(whole)[2:]
     assert_equal(weights(resumed), weights(whole))
+
+
+OVERLAPPED: dict[str, Words] = {
+    "zero3_offload": ("memory.overlaps_updates=true",),
+    "protrain": ("planner.persistent=0", "planner.buffers=1", "planner.checkpoints=0", CLIP),
+    "patrickstar": POLICIES["patrickstar"],
+}
+
+
+@pytest.mark.parametrize("policy", OVERLAPPED)
+def test_what_a_checkpoint_copies_stays_while_other_lanes_go_on(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On threads, with the next step under way while the copies are made: they take long here."""
+    from runtime.training.model_states import ModelStates
+
+    words = pressing(*JOB, f"policy={policy}", *OVERLAPPED[policy])[len(JOB) :]
+    expected = run(tmp_path / "expected", *words, *SAVES)
+    copies = ModelStates._copies
+
+    def slowly(self: ModelStates, *given: Any) -> Any:
+        time.sleep(0.01)
+        return copies(self, *given)
+
+    monkeypatch.setattr(ModelStates, "_copies", slowly)
+    whole = run(tmp_path / "whole", *words, *SAVES, "backend.clock=wall")
+    assert losses(whole) == losses(expected)
+    for step in range(1, STEPS + 1):
+        found, right = (
+            load_file(step_folder(folder / "checkpoints", step) / "weights.safetensors")
+            for folder in (whole, expected)
+        )
+        assert_equal(found, right)
+
+
+def test_a_run_that_a_signal_ended_is_resumed(tmp_path: Path) -> None:
+    words = (*JOB, "policy=zero3_offload", DROPOUT, "training.num_steps=200", "backend=cpu")
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "tandem.cli", "run", *words, "training.checkpoint_every=5"]
+    child = subprocess.Popen([*command, f"hydra.run.dir={folder}"], stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 120
+        while not [*tmp_path.glob("killed*/checkpoints/step-*/checkpoint.json")]:
+            assert child.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()
+    resumed = run(tmp_path / "resumed", *words[len(JOB) :], f"training.resume={folder}")
+    whole = run(tmp_path / "whole", *words[len(JOB) :])
+    assert 0 < len(losses(resumed)) < 200
+    assert losses(resumed) == losses(whole)[-len(losses(resumed)) :]
 
 
 class Killed(Exception):
