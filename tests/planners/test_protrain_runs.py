@@ -191,5 +191,9 @@ def test_a_host_update_begins_when_its_gradients_have_come_and_its_lane_is_free(
                      for s, e in device])  # fmt: skip
         return under / sum([end - start for start, end in found])
 
+    # Chunk by chunk: none before its gradients came, and late by less than a launch of a layer, for
+    # a plan is made behind the launch that ends.
+    longest = max([end - start for start, end in device])
+    assert all(due <= start <= due + longest for due, start, _ in updates)
     assert hidden(False) == pytest.approx(hidden(True), abs=0.02)
     assert hidden(False) > 0.5

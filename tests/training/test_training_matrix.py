@@ -30,6 +30,16 @@ SIX = "training.num_steps=6"
 TWO = "training.microbatches=2"
 INPUTS_OUT = "planner.offloads_inputs=true"
 ROOMY = "budget.device_bytes=200000000"
+EAGER = "planner.updates=eager"
+RECURRING: dict[str, Words] = {
+    "protrain": ("policy=protrain",),
+    "protrain given": (
+        *("policy=protrain", "planner.persistent=1", "planner.buffers=1"),
+        *("planner.swaps=0", "planner.checkpoints=1"),
+    ),
+    "zero3_offload": ("policy=zero3_offload", EAGER),
+    "patrickstar": (*POLICIES["patrickstar"], EAGER),
+}
 
 
 @pytest.mark.broad(36)
@@ -66,6 +76,19 @@ def test_steps_that_are_planned_unasked_train_the_same(policy: str) -> None:
     runs = trains_plainly_and_alike(policy, traits)
     for found in runs.values():
         assert 3 * found.asked <= 2 * found.plans, "two of six steps at least recur"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", RECURRING.values(), ids=RECURRING)
+def test_steps_of_protrain_and_of_eager_updates_recur(words: Words) -> None:
+    given = pressing(*JOB, *words, DROPOUT, SIX)
+    runs = {name: train(name, *given) for name in ("sim", "lockstep", "cpu")}
+    expected = plain("policy=train_on_device", *JOB, DROPOUT, SIX)
+    for found in runs.values():
+        assert found.log == runs["sim"].log
+        assert 3 * found.asked <= 2 * found.plans, "two of six steps at least recur"
+    assert not differing(runs["lockstep"].result, expected)
+    assert not differing(runs["cpu"].result, expected)
 
 
 @pytest.mark.slow
