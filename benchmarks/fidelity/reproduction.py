@@ -29,7 +29,8 @@ from [patrickstar_tables.csv](../benchmarks/results/patrickstar_tables.csv) and
 [patrickstar_scale.csv](../benchmarks/results/patrickstar_scale.csv). Published:
 figures of Tencent/PatrickStar, read off its plots (../shared/papers/patrickstar_protrain.md, 6.1
 and 6.2), those of DeepSpeed and DDP by eye. Ours: one rank of the group, simulated (DESIGN.md,
-decision 25); its third step counts.
+decision 25); its third step counts. Eager: the same choice, with each chunk updated behind the last
+backward that adds to it, as in no original.
 """
 ASSUMED = """## What was fixed, and on what
 
@@ -112,17 +113,19 @@ def _throughput(lines: Sequence[Line]) -> Iterator[str]:
         )
         yield f"### {title}{'' if own[0]['judged'] == '1' else ' (not judged)'}\n"
         yield table(
-            ("system", "model", "published", "ours", "error", "batch", "chunk"), map(_row, own)
+            ("system", "model", "published", "ours", "error", "batch", "chunk", "eager"),
+            map(_row, own),
         )
 
 
 def _row(line: Line) -> tuple[str, ...]:
     error = float(line["error"])
     if error == -1:
-        return line["system"], line["model"], line["published_tflops"], "does not fit", "", "", ""
+        told = ("does not fit", *[""] * 4)
+        return line["system"], line["model"], line["published_tflops"], *told
     chunk = f"{line['chunk_mebi']} Mi" if line["chunk_mebi"] != "0" else ""
     told = (line["published_tflops"], line["tflops"], f"{error:+.1%}", line["batch"], chunk)
-    return (line["system"], line["model"], *told)
+    return (line["system"], line["model"], *told, line.get("eager_tflops") or "")
 
 
 def _scale(lines: Sequence[Line]) -> Iterator[str]:

@@ -40,6 +40,7 @@ from models.spec import ModelSpec
 from models.training.shape import TrainingShape, training_shape
 from policies.composed import Composed
 from policies.planners.fixed_chunks import MEBI, FixedChunks, OversizeModule
+from policies.planners.placement import Updates
 from policies.planners.unit_chunks import UnitChunks
 from policies.training.all_on_device import AllOnDevice
 from policies.training.out_of_memory import DoesNotFit
@@ -75,6 +76,7 @@ class PublishedPoint:
     model: str
     batch: int  # sequences of a device
     chunk_mebi: int = 0  # Mi of numbers in a chunk of PatrickStar; 0: the smallest footprint
+    is_eager: bool = False  # updates follow their last backward, as in no original
 
 
 def tflops(point: PublishedPoint, step_s: float) -> float:
@@ -134,10 +136,11 @@ def system_of(point: PublishedPoint, device: Device) -> System:
     own estimator takes 27 bytes of the host per number where plans book 16.
     """
     recompute = Mode.RECOMPUTE
+    updates: Updates = "eager" if point.is_eager else "last"
     if point.system == DDP:
-        return System(AllOnDevice(), UnitChunks(recompute, "device", shards=False))
+        return System(AllOnDevice(), UnitChunks(recompute, "device", shards=False, updates=updates))
     if point.system == DEEPS:
-        return System(Zero3Offload(), UnitChunks(recompute), 16 / 27)
+        return System(Zero3Offload(), UnitChunks(recompute, updates=updates), 16 / 27)
     memory = PatrickStar(
         device_share=0.9 * device.memory_bytes / device.usable_bytes,
         reuses_gradients=True,
@@ -148,7 +151,12 @@ def system_of(point: PublishedPoint, device: Device) -> System:
     )
     size = point.chunk_mebi * MEBI
     planner = FixedChunks(
-        size, SEARCHED, modes=recompute, start="host_first", states="first_update"
+        size,
+        SEARCHED,
+        modes=recompute,
+        start="host_first",
+        states="first_update",
+        updates=updates,
     )
     return System(memory, planner, 0.9)
 

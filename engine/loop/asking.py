@@ -292,7 +292,7 @@ class Asking:
             state.recorder.first_token_ns,
             None if state.adapters is None else state.adapters.newest,
             state.records.records,
-            state.records.feedback(state.now_ns),
+            None if state.adapters is None else state.records.feedback(state.now_ns),
             self._launch_of,
         )
 

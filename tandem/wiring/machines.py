@@ -240,22 +240,25 @@ def writes_checkpoints(run_spec: RunSpec, machine: Machine[Any], folder: Path) -
 def save_models(run_spec: RunSpec, machine: Machine[Any], folder: Path) -> None:
     """Saves what was trained where its job asks for it, such that `from_pretrained` loads it.
 
-    Adapters are saved as peft saves them, without the frozen weights.
+    Adapters are saved as peft saves them, without the frozen weights. Of several jobs, each has a
+    folder with the name of its tenant.
     """
+    from runtime.finetuning.machine import FinetuningMachine
     from runtime.training.machine import TrainingMachine
     from runtime.training.trainer import build_trainee
 
-    for part in machine.parts:
-        if not isinstance(part, TrainingMachine):
+    for part in dict.fromkeys((machine, *machine.parts)):
+        if not isinstance(part, TrainingMachine | FinetuningMachine):
             continue
         for trainee in run_spec.trainees:
-            if isinstance(trainee.asked, Training) and trainee.asked.save_model:
+            if trainee.asked.save_model:
                 model = build_trainee(trainee.spec, trainee.job.recipe, run_spec.seed)
                 weights = part.weights(trainee.job.job_id)
                 missing, unknown = model.load_state_dict(weights, strict=False)
-                lost = {name for name, _ in model.named_parameters()} & {*missing}
-                assert not lost and not unknown, "buffers alone are no weights"
-                model.save_pretrained(folder / MODEL)
+                trained = {name for name, own in model.named_parameters() if own.requires_grad}
+                assert not trained & {*missing} and not unknown, "frozen weights are as they were"
+                several = len(run_spec.trainees) > 1
+                model.save_pretrained(folder / MODEL / (trainee.job.tenant if several else ""))
 
 
 def machines(

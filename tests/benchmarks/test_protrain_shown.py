@@ -9,6 +9,7 @@ from tests.benchmarks.test_shown import is_there
 RUNS = "tests/planners/test_protrain_runs.py"
 SEARCH = "tests/planners/test_protrain_search.py"
 STAGES = "tests/engine/test_stages.py"
+PLAN = "tests/cli/test_plan_command.py"
 SAVED = "tests/training/test_checkpoints.py"
 UNITS = "tests/training/test_unit_profile.py"
 DRAWN = "tests/analysis/test_experiments.py"
@@ -58,6 +59,21 @@ SHOWN = {
         f"{RUNS}::test_a_host_update_begins_when_its_gradients_have_come_and_its_lane_is_free"
     ),
     "a 20B model is searched": f"{SEARCH}::test_few_configurations_of_a_20b_model_are_timed",
+    "a 20B model is searched in a second": "benchmarks/scale/protrain_search.py",
+    "deep models are searched by some numbers of each knob": (
+        f"{SEARCH}::test_a_deep_model_is_searched_by_some_numbers_of_each_knob"
+    ),
+    "plan tells the choice, runners-up, what bounds it": (
+        f"{PLAN}::test_the_choice_of_protrain_is_told_with_what_bounds_it"
+    ),
+    "plan writes the surface": f"{PLAN}::test_a_surface_is_a_file_with_the_fastest_first",
+    "plan writes the surface of what does not fit": (
+        f"{PLAN}::test_a_surface_is_written_where_nothing_fits"
+    ),
+    "fast-forward of steps holds": (
+        "tests/training/test_training_matrix.py::test_steps_of_protrain_and_of_eager_updates_recur"
+    ),
+    "eager beside the tables of PatrickStar and ZeRO-3": ("benchmarks/scale/patrickstar_tables.py"),
     # the profiler
     "units alone: bytes equal the tape's": f"{UNITS}::test_bytes_are_those_of_the_tape",
     "a model four times the arena, inside it": (
@@ -67,6 +83,10 @@ SHOWN = {
     # checkpoints
     "resumed bit for bit, every policy": (
         f"{SAVED}::test_a_resumed_job_ends_as_if_it_had_never_stopped"
+    ),
+    "a run that a signal ended is resumed": f"{SAVED}::test_a_run_that_a_signal_ended_is_resumed",
+    "a checkpoint is whole while other lanes go on": (
+        f"{SAVED}::test_what_a_checkpoint_copies_stays_while_other_lanes_go_on"
     ),
     "a truncated checkpoint is refused": (
         f"{SAVED}::test_a_truncated_checkpoint_is_refused_and_the_one_before_it_is_used"
@@ -108,6 +128,10 @@ ABSENT = {
     "everything persistent within 2 % of train_on_device and 3 % of a loop": (
         "training_speed fails: ProTrain takes 0.2 % more than train_on_device, and 1.2 % less, but "
         "that takes 3.8 and 4.4 % more than a loop (bar 3 %); bookkeeping is 5.5 and 4.1 % (bar 5)"
+    ),
+    "eager beside the published table of FSDP2": "no table of FSDP2's throughput is published",
+    "2,090 tokens/s, averages and largest models": (
+        "analysis/REPRODUCTION.md says what of their settings is unknown"
     ),
     "profiler on a GPU": "no GPU was at hand",
     "a GPU in an emulated 24 GB": "no GPU was at hand",

@@ -26,7 +26,7 @@ from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.machines import prompts_of
 from tandem.wiring.run_spec import run_spec_of
-from tests.finetuning.test_co_serving_runs import Run, run, run_of
+from tests.finetuning.test_co_serving_runs import SMALL, Run, run, run_of
 from tests.support.reference import compare, generate
 from traces.serving.request import Request
 from traces.store import write_trace
@@ -110,6 +110,24 @@ def test_each_tenant_publishes_an_adapter(published: dict[Version, Tensor]) -> N
     for number, is_published in enumerate([True, False, True]):
         versions = {key[1] for key in used if key is not None and key[0] == number}
         assert (len(versions) > 1) == is_published, number
+
+
+def test_what_a_job_has_trained_is_kept_for_peft(tmp_path: Path) -> None:
+    """Beside requests; of several jobs in folders of their tenants."""
+    from safetensors.torch import load_file
+
+    words = [*SMALL, *WORDS, "training.save_model=true", "backend=lockstep"]
+    run_experiment(composed(words), tmp_path / "one")
+    (file,) = (tmp_path / "one/model").glob("*.safetensors")
+    assert (tmp_path / "one/model/adapter_config.json").is_file()
+    saved, trained = load_file(file), run("lockstep", *WORDS).weights
+    assert len(saved) == len(trained) > 0
+    for name, value in trained.items():
+        assert torch.equal(saved[name.replace(".default.", ".")], value)
+    more = ["training.tenants=[a,b]", "training.publish=[a0,a2]", "scheduling=coserve_vtc"]
+    run_experiment(composed([*words, *more]), tmp_path / "two")
+    found = {path.parent.name for path in (tmp_path / "two/model").glob("*/*.safetensors")}
+    assert found == {"a", "b"}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu backend.clock=wall"])

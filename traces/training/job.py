@@ -96,7 +96,8 @@ class TrainingWork:
     """What every training job has without its model, as a configuration describes it.
 
     An update follows `microbatches` microbatches, whose sequences have at most `sequence_tokens`.
-    `tenant` names whose job it is.
+    `tenant` names whose job it is. Where it is really trained, with `save_model` the run keeps what
+    it has trained.
     """
 
     recipe: Recipe
@@ -104,6 +105,7 @@ class TrainingWork:
     microbatches: int = 1
     arrival_s: float = 0.0
     tenant: str = ""
+    save_model: bool = False
 
     @property
     def arrival_ns(self) -> int:
@@ -116,8 +118,8 @@ class Training(TrainingWork):
     """A job whose microbatches are `sequences` sequences of `sequence_tokens` each.
 
     Where it is really trained, a checkpoint follows each `checkpoint_every`-th step (0: none), of
-    which `checkpoints_kept` stay, and with `save_model` the run keeps what it has trained. `resume`
-    is the folder of a run, or of a checkpoint, behind which the job goes on.
+    which `checkpoints_kept` stay. `resume` is the folder of a run, or of a checkpoint, behind which
+    the job goes on.
     """
 
     data: Data
@@ -126,7 +128,6 @@ class Training(TrainingWork):
     has_update: bool = True
     checkpoint_every: int = 0
     checkpoints_kept: int = 2
-    save_model: bool = False
     resume: str | None = None
 
     def __post_init__(self) -> None:
