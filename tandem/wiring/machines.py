@@ -251,7 +251,7 @@ def save_models(run_spec: RunSpec, machine: Machine[Any], folder: Path) -> None:
         if not isinstance(part, TrainingMachine | FinetuningMachine):
             continue
         for trainee in run_spec.trainees:
-            if trainee.asked.save_model:
+            if trainee.asked is not None and trainee.asked.save_model:
                 model = build_trainee(trainee.spec, trainee.job.recipe, run_spec.seed)
                 weights = part.weights(trainee.job.job_id)
                 missing, unknown = model.load_state_dict(weights, strict=False)
