@@ -70,8 +70,7 @@ class ElasticMemory:
             name = type(self.training).__name__
             raise ValueError(
                 f"elastic memory: {name} evicts nothing from the device for others; take "
-                "patrickstar, protrain, zero3_offload, fsdp2_offload or demand_paging, or "
-                "memory=time_shared"
+                "PatrickStar, ProTrain, ZeRO-3, FSDP2 or paging on demand, or divide the memory"
             )
 
     @property
