@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -111,32 +112,39 @@ def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
     words: tuple[str, ...], bar: float
 ) -> None:
     """Every 40th of the surface. Time: 5 % at the 95th percentile. The peak is never too low: each
-    runs in it. It is at most 10 % too high: what is in use comes to nine tenths of it."""
+    runs in it. It is at most 10 % too high: of every tenth of these, one that has a tenth less is
+    refused, or its steps are more than 1 % longer."""
     found = everything(space_of(words))
-    errors = list[float]()
-    for one in found[:: max(1, len(found) // 40)]:
+    errors, same = list[float](), list[Configuration]()
+    for i, one in enumerate(found[:: max(1, len(found) // 40)]):
         step_ns, used = simulated(words, one)
         errors.append(abs(one.step_ns / step_ns - 1))
-        assert used <= one.peak_bytes <= 1.1 * used, one
-    assert np.percentile(errors, 95) <= bar
+        assert used <= one.peak_bytes, one
+        if i % 10 == 0:
+            with contextlib.suppress(MemoryError):
+                less = f"budget.device_bytes={int(one.peak_bytes / 1.1)}"
+                same += [one.knobs] * (simulated_in(words, one, less)[0] <= 1.01 * step_ns)
+    assert np.percentile(errors, 95) <= bar and not same
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_configuration_runs_in_the_host_memory_that_is_foreseen(dtype: str) -> None:
-    """Beside the device's. It uses at least four fifths of the host's: gradients of all chunks that
-    pass lie there at once only where the host is slow. Where memory is ample, plans run further
-    ahead and use more: up to two thirds more, some of them at least a tenth."""
+    """Beside the device's. States that do not persist lie on the host all the time; gradients of all
+    chunks do only where it is slow. Where memory is ample, plans run further ahead and use more."""
     words = (*SLOW_LINK, "device.host_bytes=4000000000", f"training.recipe.dtype={dtype}")
     found = everything(space_of(words))
-    more = list[float]()
+    model, more = space_of(words).model, list[float]()
+    chunks = [model.quotes.layout.chunks[c] for c in model.blocks.chunks]
     for one in found[:: max(1, len(found) // 12)]:
         exact = (f"budget.device_bytes={one.peak_bytes}", f"budget.host_bytes={one.host_bytes}")
         _, peaks = simulated_in(words, one, *exact)
         assert peaks["gpu"] <= one.peak_bytes
-        assert 0.8 * one.host_bytes <= peaks["host"] <= one.host_bytes, one
+        passing = chunks[one.knobs.persistent :]
+        states = sum([chunk.weight_bytes + chunk.optimizer_bytes for chunk in passing])
+        assert states <= peaks["host"] <= one.host_bytes, one
         _, ample = simulated_in(words, one)
         more.append(ample["gpu"] / one.peak_bytes)
-    assert min(more) > 0.9 and 1.1 < max(more) < 1.67
+    assert max(more) > 1.1
 
 
 @pytest.mark.broad(2)
