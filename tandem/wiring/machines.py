@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +231,7 @@ def writes_checkpoints(run_spec: RunSpec, machine: Machine[Any], folder: Path) -
                 writer = CheckpointWriter(
                     folder / FOLDER,
                     asked.checkpoint_every,
-                    facts_of(job),
+                    facts_of(job, trainee.batches, asdict(trainee.spec)),
                     job.num_steps,
                     asked.checkpoints_kept,
                 )

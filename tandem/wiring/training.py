@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tandem.wiring.budget import advised_line
 from traces.files import checked_text
 from traces.serving.request import Request, TrainingJob
 from traces.training.batches import ROWS_DROPPED, Batches
-from traces.training.checkpoints import Checkpoint
+from traces.training.checkpoints import Checkpoint, facts_of
 from traces.training.job import Training
 from traces.training.samples import Finetuning
 
@@ -139,11 +139,11 @@ def _trainee(
         shape = finetuning_shape(own, job)
     else:
         job = replace(asked.job(number, units, own.name), ranks=ranks)
-        if (checkpoint := asked.checkpoint()) is not None:
-            checkpoint.check(job)
-            job = replace(job, begun_steps=checkpoint.step)
-        shape = training_shape(own, job)
+        checkpoint, shape = asked.checkpoint(), training_shape(own, job)
     batches = asked.batches(job, own.vocab_size, cache)
+    if checkpoint is not None:
+        checkpoint.check(job, facts_of(job, batches, asdict(own)))
+        job = replace(job, begun_steps=checkpoint.step)
     _warn_of_warmup(job)
     if getattr(asked.data, "tokenizer", None) is not None:  # else it was told at the import
         _warn_of_rows(batches.account(), job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -250,6 +251,10 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
         (("training.sequences=2",), "sequences=1, and this one has 2"),
         (("training.recipe.learning_rate=0.5",), "recipe.learning_rate="),
         (("training.num_steps=2",), "has all 4 steps of the job"),
+        (  # of equal sizes
+            ("model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=32"),
+            r"model\.num_heads=4, and this one has 2|model\.num_kv_heads|model\.head_dim",
+        ),
     ],
 )
 def test_another_job_is_not_resumed(words: Words, told: str, tmp_path: Path) -> None:
@@ -257,6 +262,22 @@ def test_another_job_is_not_resumed(words: Words, told: str, tmp_path: Path) -> 
     whole = run(tmp_path / "whole", *own)
     with pytest.raises(ValueError, match=told):
         run(tmp_path / "other", *own, *words, f"training.resume={whole}")
+
+
+def test_a_job_on_other_text_of_one_name_is_not_resumed(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        text = json.dumps({"text": f"{name} b c d e f " * 200})
+        (tmp_path / name / "train.jsonl").write_text(text + "\n", encoding="utf-8")
+
+    def words(name: str) -> Words:
+        path = tmp_path / name / "train.jsonl"
+        own = ("policy=zero_offload", "training.checkpoint_every=2", "training=text")
+        return (*own, f"training.data.path={path}", f"cache={tmp_path / 'cache'}")
+
+    whole = run(tmp_path / "whole", *words("a"))
+    with pytest.raises(ValueError, match="ids of its first microbatch="):
+        run(tmp_path / "other", *words("b"), f"training.resume={whole}")
 
 
 def test_what_is_not_there_is_not_resumed(tmp_path: Path) -> None:

@@ -6,11 +6,15 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from traces.files import checked_bytes, checked_text, is_sealed
 from traces.serving.request import TrainingJob
+from traces.training.batches import Batches
 
 FOLDER = "checkpoints"  # in the folder of a run
 ABOUT = "checkpoint.json"
@@ -37,11 +41,15 @@ class Checkpoint:
     facts: Mapping[str, Any]
     num_steps: int
 
-    def check(self, job: TrainingJob) -> None:
-        """Raises a ValueError of one line where a job differs from the one that was saved."""
-        asked = facts_of(job)
-        for name in asked.keys() | self.facts.keys():
-            own, other = asked.get(name), self.facts.get(name)
+    def check(self, job: TrainingJob, asked: Mapping[str, Any]) -> None:
+        """Raises a ValueError of one line where a job differs from the one that was saved.
+
+        Args:
+            job: The job that would go on.
+            asked: Its facts. Of those that an earlier version did not save nothing is known.
+        """
+        for name, other in self.facts.items():
+            own = asked.get(name)
             if own != other:
                 raise ValueError(
                     f"training.resume: {self.folder} is of a job with {name}={other}, and this one "
@@ -61,11 +69,13 @@ class Checkpoint:
             )
 
 
-def facts_of(job: TrainingJob) -> dict[str, Any]:
+def facts_of(job: TrainingJob, batches: Batches, model: Mapping[str, Any]) -> dict[str, Any]:
     """What two jobs must have in common for one to go on where the other was.
 
     Args:
         job: A training job.
+        batches: Its data, of which the first microbatch is looked at.
+        model: Numbers of its model, by name.
 
     Returns:
         Plain values by name. The number of steps is not among them.
@@ -73,7 +83,10 @@ def facts_of(job: TrainingJob) -> dict[str, Any]:
     names = ("num_units", "sequence_tokens", "sequences", "microbatches", "model", "dataset")
     found = {name: getattr(job, name) for name in names}
     recipe = {name: _plain(value) for name, value in asdict(job.recipe).items()}
-    return {**found, **{f"recipe.{name}": value for name, value in recipe.items()}}
+    found |= {f"recipe.{name}": value for name, value in recipe.items()}
+    found |= {f"model.{name}": value for name, value in model.items()}
+    ids = sha256(np.ascontiguousarray(batches.ids(0)).tobytes()).hexdigest()
+    return {**found, "ids of its first microbatch": ids[:16]}
 
 
 def _plain(value: Any) -> Any:
