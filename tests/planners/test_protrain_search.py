@@ -129,8 +129,8 @@ def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_configuration_runs_in_the_host_memory_that_is_foreseen(dtype: str) -> None:
-    """Beside the device's. States that do not persist are on the host all the time; gradients of all
-    chunks only where it is slow. Where memory is ample, plans run further ahead and use more."""
+    """Beside the device's. States that do not persist are on the host all the time; all gradients
+    only where it is slow. Where memory is ample, plans run further ahead and use more."""
     words = (*SLOW_LINK, "device.host_bytes=4000000000", f"training.recipe.dtype={dtype}")
     found = everything(space_of(words))
     model, more = space_of(words).model, list[float]()
