@@ -162,8 +162,8 @@ ABSENT = {
         "4.2 % off, and that of the device under temporal is that of other neighbours"
     ),
     "host share at most 5 %": (
-        "benchmarks/coserving/host_share.py fails: 1.4 to 1.6 % of replays of GPT-2, and 10 to 16 % "
-        "of tiny_llama, whose launches take 4 to 13 ms beside 0.6 to 1.6 ms of the host"
+        "benchmarks/coserving/host_share.py fails: 1.4 to 1.6 % of replays of GPT-2, but 10 to 16 "
+        "% of tiny_llama's, whose launches take 4 to 13 ms beside 0.6 to 1.6 ms of the host"
     ),
     "1, 4, 16 adapters: bytes, loads, TPOT 5 %": UNMEASURED.format("adapters"),
     "fast-forward across windows": (
