@@ -9,10 +9,10 @@ the mean time per token of serving alone: on a CPU a token of a window takes as 
 prompt, and twice leaves room for hardly a window. Replays in which no window goes forward fail
 (under `budget` and `slo` none beside requests).
 
-A plan takes the host one to two milliseconds, whatever the model. What share that is depends on the
-launches: 50 to 130 ms a plan of GPT-2 on this CPU, 5 to 13 ms of tiny_llama. The bar is held to
-both. The share that the host would have beside launches of 32.6 ms, FlexLLM's shortest published
-time per output token, is printed.
+A plan takes the host a millisecond or two. What share that is depends on the launches, which take
+twenty times as long for GPT-2 as for tiny_llama. The bar is held to both. The share that the host
+would have beside launches of 32.6 ms, FlexLLM's shortest published time per output token, is
+printed.
 """
 
 from __future__ import annotations

@@ -214,10 +214,11 @@ def chosen_among(root: Path) -> list[Row]:
     least = min([one.peak_bytes for one in found])
     budget = int(least + SHARE * (most - least))
     fitting = [one for one in found if one.peak_bytes <= budget]
-    near, last = len(fitting) // 20, len(fitting) - 1
+    near, last = max(TRIED // 2, len(fitting) // 20), len(fitting) - 1
     half = np.linspace(0, near, TRIED // 2, endpoint=False)
     places = [*half.round().astype(int), *np.linspace(near, last, TRIED // 2).round().astype(int)]
     tried = [fitting[place].knobs for place in dict.fromkeys(places)]  # the choice is first
+    assert len(tried) == TRIED, f"only {len(fitting)} configurations fit"
     backend = (*MEASURED, "backend.clock=service", clock_of(profile))
     common_words = (*job, f"budget.device_bytes={budget}", "training.num_steps=12", *backend)
     steps = {knobs: list[float]() for knobs in tried}

@@ -99,19 +99,19 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="four layers, three budgets")
     is_quick = parser.parse_args().quick
     rows = list[tuple[object, ...]]()
-    workers = ProcessPoolExecutor(os.cpu_count())
-    for model, words in (QUICK if is_quick else MODELS).items():
-        for budget in budgets(words, 3 if is_quick else BUDGETS):
-            room = (*words, f"budget.device_bytes={budget}")
-            own_s = step_s((*room, "policy=protrain"))
-            for order in ("original", "eager"):
-                updates = ("planner.updates=eager",) * (order == "eager")
-                tried = [(*room, *rival, *updates) for rival in rivals()]
-                steps = workers.map(step_s, tried, chunksize=4)
-                best_s, best = min(zip(steps, map(" ".join, rivals()), strict=True))
-                used = (own_s / best_s - 1) / SLOWER if order == "original" else math.nan
-                rows.append((model, budget, order, own_s, best_s, best, best_s / own_s, used))
-            say(f"{model}, {budget:,} bytes: {rows[-2][6]:.3f} (eager {rows[-1][6]:.3f})")
+    with ProcessPoolExecutor(os.cpu_count()) as workers:
+        for model, words in (QUICK if is_quick else MODELS).items():
+            for budget in budgets(words, 3 if is_quick else BUDGETS):
+                room = (*words, f"budget.device_bytes={budget}")
+                own_s = step_s((*room, "policy=protrain"))
+                for order in ("original", "eager"):
+                    updates = ("planner.updates=eager",) * (order == "eager")
+                    tried = [(*room, *rival, *updates) for rival in rivals()]
+                    steps = workers.map(step_s, tried, chunksize=4)
+                    best_s, best = min(zip(steps, map(" ".join, rivals()), strict=True))
+                    used = (own_s / best_s - 1) / SLOWER if order == "original" else math.nan
+                    rows.append((model, budget, order, own_s, best_s, best, best_s / own_s, used))
+                say(f"{model}, {budget:,} bytes: {rows[-2][6]:.3f} (eager {rows[-1][6]:.3f})")
     columns = ["model", "budget_bytes", "order", "own_s", "best_s", "best", "ratio", "used"]
     table = pd.DataFrame(rows, columns=columns)
     ratios = table[table["order"].eq("original")].groupby("model")["ratio"]

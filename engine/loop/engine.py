@@ -368,9 +368,8 @@ class Engine(Lifecycle):
     def _released(self, job: Job, sample: Sample | None) -> None:
         """A sample of a finetuning job is there; one that is feedback is given."""
         if sample is not None and sample.request is not None:
-            now_ns = self.state.now_ns
-            self.state.recorder.released(job.job_id, now_ns)
-            self.state.records.learned(sample.request, now_ns)
+            self.state.recorder.released(job.job_id, self.state.now_ns)
+            self.state.records.learned(sample.request, sample.release_ns)
         self._changed()
         self._moments = 0
         self.state.wakeup.tell()

@@ -112,14 +112,15 @@ class RecordBook:
         answer = self._answers[job.job_id] = _Answer(job.tenant, now_ns)
         self._young.append(answer)
 
-    def learned(self, request: int, now_ns: int) -> None:
-        """Feedback on a request has come; on one that was refused it tells nothing."""
+    def learned(self, request: int, at_ns: int) -> None:
+        """Feedback on a request came at a moment; on one that was refused it tells nothing."""
+        self.feedback(at_ns)  # by the longest wait before
         if (answer := self._answers.pop(request, None)) is None:
             return
         answer.is_learned = True
         if answer.counts:
             self._count(answer.tenant, 0, 1)
-        self._longest_ns = max(self._longest_ns or 0, now_ns - answer.at_ns)
+        self._longest_ns = max(self._longest_ns or 0, at_ns - answer.at_ns)
 
     def feedback(self, now_ns: int) -> Mapping[str, FeedbackCount]:
         """How much feedback answers have got by now, by tenant: see FeedbackCount."""

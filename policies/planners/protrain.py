@@ -37,7 +37,8 @@ class ProTrainLayout:
 
     All configurations are searched: chunks that persist, buffers, blocks that offload and blocks
     that compute again. Each of these may be given instead, and the others are searched. Of a model
-    with more than 80 blocks every second number is tried, with more than 160 every third one.
+    with more than 80 blocks every second number is tried, with more than 160 every third one, and
+    always those of the configuration that needs least.
 
     Args:
         persistent: block chunks, from the first, whose states stay on the device; None: searched.
@@ -159,6 +160,8 @@ class ProTrainLayout:
         )
         model = StepModel(quotes, blocks, placements, interval, self.gradients_out)
         persistent, buffers = _numbers(self.persistent, chunks), _numbers(self.buffers, chunks)
+        if self.buffers is None:
+            buffers = sorted({*buffers, min(1, chunks)})  # the least with which chunks pass
         on_host = all([chunk.host_ns is not None for chunk in quotes.chunks])
         return Space(model, persistent, buffers, on_host), plain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import RLock
 
@@ -172,7 +172,7 @@ class RegionStore:
 
     @contextmanager
     def keeps_all(self) -> Iterator[None]:
-        """Gives nothing back meanwhile: threads of lanes that would wait."""
+        """Gives nothing back meanwhile: a lane's thread that would waits."""
         with self._giving:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -221,9 +221,11 @@ class RegionStore:
         if not target.storages:
             target.booked_bytes = target.booked_bytes or source.booked_bytes
             target.storages = [self._make(region, dst.tier, nbytes) for nbytes in sizes]
-        for to, what in zip(target.storages, source.storages, strict=True):
-            as_bytes(present(to)).copy_(as_bytes(present(what)), non_blocking=True)
-        self._newest[region] = self._newest[region] | {dst.tier}
+        # On CUDA a copy counts as new once it is issued, and whoever reads it must be behind it.
+        with self._giving if self.device.type == "cuda" else nullcontext():
+            for to, what in zip(target.storages, source.storages, strict=True):
+                as_bytes(present(to)).copy_(as_bytes(present(what)), non_blocking=True)
+            self._newest[region] = self._newest[region] | {dst.tier}
 
     def free(self, place: Place) -> None:
         """See Store. LostContents where the place holds the last copy and it is still needed."""

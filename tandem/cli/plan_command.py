@@ -233,12 +233,13 @@ def _tell_surface(
 
 def _tell_surface_beyond(point: ComposedConfig, refused: DoesNotFit, path: Path) -> None:
     """The surface of a point that does not fit: configurations do not depend on the memory."""
-    alone = is_nothing(point.config["trace"])
-    need = min_budget_of(point, refused) if alone else None
-    if need is None:
-        raise ValueError(f"--surface {path}: no budget was found that is enough")
-    enough = _with_budget(point, need)
-    _tell_surface(enough, run_spec_of(enough), path, training_space(point))
+    if not is_nothing(point.config["trace"]) or point.config.get("replayed") is not None:
+        print(f"no surface in {path}: what does not fit has one where it trains alone (trace=none)")
+    elif (need := min_budget_of(point, refused)) is None:
+        print(f"no surface in {path}: no budget was found that is enough")
+    else:
+        enough = _with_budget(point, need)
+        _tell_surface(enough, run_spec_of(enough), path, training_space(point))
 
 
 def told(found: PlannedRun) -> str:

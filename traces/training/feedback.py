@@ -140,9 +140,12 @@ class FeedbackOfRun:
             if sample is not None:
                 found.append((request, sample._replace(release_ns=finish_ns + sample.release_ns)))
         if not found:
+            of = [f"{what} {name}" for what, name in
+                  (("adapter", self.adapter), ("tenant", self.tenant)) if name]  # fmt: skip
             raise ValueError(
-                f"training.data.run={self.run}: none of its answers gets feedback; raise "
-                "training.data.feedback.chance"
+                f"training.data.run={self.run}: none of its answers"
+                + (f" of {' and '.join(of)} gets feedback; name others" if of else " gets feedback")
+                + ", or raise training.data.feedback.chance"
             )
         return sorted(found, key=lambda pair: (pair[1].release_ns, pair[0].request_id))
 

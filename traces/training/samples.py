@@ -299,6 +299,11 @@ class Finetuning(TrainingWork):
             )
         if self.microbatches < 1:
             raise ValueError(f"training.microbatches={self.microbatches}: it must be at least 1")
+        if self.save_model and any([Path(name).name != name for name in self.tenants]):
+            raise ValueError(
+                f"training.tenants=[{', '.join(self.tenants)}]: with save_model each has a folder; "
+                "give names without a slash"
+            )
         if self.publish_every < 1:
             raise ValueError(f"training.publish_every={self.publish_every}: it must be at least 1")
         self._check_publish()
@@ -367,7 +372,7 @@ class Finetuning(TrainingWork):
         if is_feedback and len(samples) < self.microbatches:
             raise ValueError(
                 f"training.microbatches={self.microbatches}: only {len(samples)} requests get "
-                "feedback; take fewer for an update, more requests or another training.data.chance"
+                "feedback; take fewer for an update, more requests or another chance of feedback"
             )
         steps = len(samples) / self.microbatches
         if self.rate is not None:
