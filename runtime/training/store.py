@@ -221,7 +221,7 @@ class RegionStore:
         if not target.storages:
             target.booked_bytes = target.booked_bytes or source.booked_bytes
             target.storages = [self._make(region, dst.tier, nbytes) for nbytes in sizes]
-        # On CUDA a copy counts as new once it is issued, and whoever reads it must be behind it.
+        # On CUDA a copy counts as new once it is issued: a checkpoint must be behind it.
         with self._giving if self.device.type == "cuda" else nullcontext():
             for to, what in zip(target.storages, source.storages, strict=True):
                 as_bytes(present(to)).copy_(as_bytes(present(what)), non_blocking=True)

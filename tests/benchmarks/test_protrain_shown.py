@@ -73,7 +73,10 @@ SHOWN = {
     "fast-forward of steps holds": (
         "tests/training/test_training_matrix.py::test_steps_of_protrain_and_of_eager_updates_recur"
     ),
-    "eager beside the tables of PatrickStar and ZeRO-3": ("benchmarks/scale/patrickstar_tables.py"),
+    "eager beside the tables of PatrickStar and ZeRO-3": (
+        "analysis/REPRODUCTION.md: "
+        "| system | model | published | ours | error | batch | chunk | eager |"
+    ),
     # the profiler
     "units alone: bytes equal the tape's": f"{UNITS}::test_bytes_are_those_of_the_tape",
     "a model four times the arena, inside it": (

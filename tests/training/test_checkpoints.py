@@ -270,14 +270,14 @@ def test_a_job_on_other_text_of_one_name_is_not_resumed(tmp_path: Path) -> None:
         text = json.dumps({"text": f"{name} b c d e f " * 200})
         (tmp_path / name / "train.jsonl").write_text(text + "\n", encoding="utf-8")
 
-    def words(name: str) -> Words:
+    def on_text(name: str) -> Words:
         path = tmp_path / name / "train.jsonl"
         own = ("policy=zero_offload", "training.checkpoint_every=2", "training=text")
         return (*own, f"training.data.path={path}", f"cache={tmp_path / 'cache'}")
 
-    whole = run(tmp_path / "whole", *words("a"))
+    whole = run(tmp_path / "whole", *on_text("a"))
     with pytest.raises(ValueError, match="ids of its first microbatch="):
-        run(tmp_path / "other", *words("b"), f"training.resume={whole}")
+        run(tmp_path / "other", *on_text("b"), f"training.resume={whole}")
 
 
 def test_what_is_not_there_is_not_resumed(tmp_path: Path) -> None:
