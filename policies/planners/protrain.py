@@ -83,6 +83,11 @@ class ProTrainLayout:
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"protrain: {name} is {getattr(self, name)}, not at least 0")
 
+    @property
+    def is_given(self) -> bool:
+        """Whether every knob is fixed by hand, so that nothing is searched."""
+        return None not in (self.persistent, self.buffers, self.swaps, self.checkpoints)
+
     def prepare(
         self,
         shapes: Mapping[int, TrainingShape],
@@ -199,9 +204,7 @@ class _Layouts:
             ValueError: the host cannot update what does not persist.
             OutOfMemory: no configuration fits.
         """
-        planner = self.planner
-        knobs = (planner.persistent, planner.buffers, planner.swaps, planner.checkpoints)
-        if None not in knobs:
+        if self.planner.is_given:
             (fixed,) = self.space.everything()
             return self._of(fixed)
         search = self.space.search(room)

@@ -51,9 +51,8 @@ def searched(
     (trainee,) = run_spec.trainees
     cost = PolicyCost(run_spec.quotes, lambda place: 0, run_spec.quote_pace)
     space, _ = planner.space(trainee.shape, trainee.job, cost)
-    knobs = (planner.persistent, planner.buffers, planner.swaps, planner.checkpoints)
     room = planner.room(capacity_bytes or run_spec.room.capacity_bytes)
-    return Searched(space, room, None not in knobs)
+    return Searched(space, room, planner.is_given)
 
 
 def choice_lines(point: ComposedConfig, run_spec: RunSpec) -> Iterator[str]:
