@@ -224,6 +224,17 @@ class PlanBuilder(ABC):
         """
 
     @abstractmethod
+    def start_of(self, job: Job) -> int:
+        """The token that a job's first slice of the plan starts from.
+
+        Args:
+            job: a job that is served.
+
+        Returns:
+            What it has computed, or the tokens of the kept pages that the plan starts it on.
+        """
+
+    @abstractmethod
     def idle(self, pages: Sequence[int]) -> int:
         """How many pages no job holds. Sharing such a page takes room.
 

@@ -190,6 +190,7 @@ class RecordCheck:
         jobs: the jobs that wait or are in service.
         held_bytes: bytes of each place that is held.
         places_of: by owner, the places that are held.
+        page_tokens: tokens of a page of KV.
     """
 
     def __init__(
@@ -198,9 +199,11 @@ class RecordCheck:
         jobs: Mapping[int, Job],
         held_bytes: Mapping[Place, int],
         places_of: Mapping[int, Iterable[Place]],
+        page_tokens: int,
     ) -> None:
         self._records, self._jobs = records, jobs
         self._held_bytes, self._places_of = held_bytes, places_of
+        self._page_tokens = page_tokens
 
     def check(self, plan: Plan, device: int) -> None:
         """Checks a plan whose operations have the form of the contract.
@@ -219,6 +222,8 @@ class RecordCheck:
         for op in plan.ops:
             if isinstance(op, Grow):
                 grown[op.place] += op.nbytes
+            elif isinstance(op, Share):
+                computed[op.place.region.owner] = len(op.pages) * self._page_tokens
             elif isinstance(op, Free | Copy):
                 place = op.place if isinstance(op, Free) else op.src
                 if place.region.kind in (Kind.ACTIVATION, Kind.KV):

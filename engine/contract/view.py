@@ -168,6 +168,13 @@ class KeptPages(Protocol):
             count: how many pages.
         """
 
+    def lend(self, room_bytes: int) -> None:
+        """Has kept pages give way to bytes that are no pages, or gives them their room back.
+
+        Args:
+            room_bytes: what the pool has left behind such bytes were taken or given back.
+        """
+
     def share(self, place: Place, pages: Sequence[int]) -> None:
         """Begins a place with pages that are kept or held.
 

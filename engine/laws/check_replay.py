@@ -250,7 +250,7 @@ class Contents:
     def _copy(self, launch: Launch, starts: bool) -> None:
         op = launch.op
         assert isinstance(op, Copy)
-        tokens = launch.nbytes // self._page.nbytes * self._page.tokens
+        tokens = len(launch.src_pages) * self._page.tokens  # none of what is no KV
         source, target = self._memory[op.src.pool], self._memory[op.dst.pool]
         found = [source.get(slot) for slot in self._slots(launch.src_pages, tokens)]
         slots = self._slots(launch.dst_pages, tokens)

@@ -199,7 +199,7 @@ class Engine(Lifecycle):
             _check_brings(traits, self._policy_name)
             adapters = AdapterCheck(state.adapters.newest, state.jobs.jobs, ledger.held_bytes)
             if shown.training:
-                books = ledger.held_bytes, ledger.places_of
+                books = ledger.held_bytes, ledger.places_of, ledger.page.tokens
                 records = RecordCheck(state.records.records, state.jobs.jobs, *books)
         check = PlanCheck(
             ledger,
@@ -424,6 +424,7 @@ class Engine(Lifecycle):
             self._training.relay(job, number)
         if self._issuing.prefix is not None:
             self._issuing.prefix.start(plan)
+            state.release_idle()  # what kept pages gave way to
         launches = [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
         if state.adapters is not None:
             over = state.records.booked(plan, state.ledger.places_of, state.now_ns)

@@ -59,7 +59,9 @@ class Sharing:
     """The ledger's part for a pool with prefix caching.
 
     The bytes of a page without a holder count as free or coming, like those of any other page.
-    Sharing such a page takes the page and its bytes out of the middle of their queues.
+    Sharing such a page takes the page and its bytes out of the middle of their queues. Where other
+    bytes than pages take so much room that not all pages have some, the oldest are lent for them:
+    what they kept is forgotten, so that a device never holds more than its capacity.
     """
 
     def __init__(
@@ -76,10 +78,26 @@ class Sharing:
         self._owed: dict[int, Owed] = {}  # by page: its bytes on their way back
         self._passed_on: set[int] = set()  # pages that had several holders, or one after another
         self._landing: dict[Copy, Sequence[int]] = {}  # pages that copies write
+        self.lend()  # for what is on the device from the start
 
     def dry_run(self) -> PageDryRun:
         """A dry run over the state as it is now."""
-        return PageDryRun(self._pool, self._tables, self.cache)
+        return PageDryRun(self._pool, self._tables, self.cache, self._page_nbytes)
+
+    @property
+    def lent(self) -> int:
+        """Pages without a holder whose bytes are taken for something else."""
+        pool = self._pool
+        unheld = pool.num_pages - pool.held_pages
+        return max(0, unheld - self._queue.room_bytes // self._page_nbytes)
+
+    def lend(self, users: Collection[Op] = ()) -> set[Op]:
+        """Other bytes were taken, or come back from `users`; returns what pages wait for."""
+        more = self.lent - self._pool.lent_pages
+        if more > 0:
+            return self._pool.lend(more)
+        self._pool.take_back(-more, users)
+        return set()
 
     def lands(self, op: Copy, pages: Sequence[int]) -> None:
         """A copy writes these pages."""
@@ -362,6 +380,8 @@ class Ledger(Books):
         else:
             self._enter(place)
             self._booked[place] = nbytes
+        if kind is not Kind.KV and pool in self.sharing:
+            givers |= self.sharing[pool].lend()
         self.kind_bytes[pool][kind] += nbytes
         if givers:
             self._board.rest(place, givers)
@@ -403,6 +423,8 @@ class Ledger(Books):
         if pages is None:
             nbytes = self._booked.pop(place)
             self._free_queues[pool].give(nbytes, users)
+            if pool in self.sharing:
+                self.sharing[pool].lend(users)
         else:
             nbytes = self._give_pages(pool, pages, users)
         self.kind_bytes[pool][kind] -= nbytes
@@ -448,3 +470,5 @@ class Ledger(Books):
             if queue.free_bytes < 0 or not 0 <= queue.busy_bytes <= queue.coming_bytes:
                 raise BrokenLaw(f"law 2: {pool} is overdrawn")
             self._pools[pool].check(counts)
+            if pool in self.sharing and self.sharing[pool].lent != self._pools[pool].lent_pages:
+                raise BrokenLaw(f"law 2: kept pages of {pool} have no bytes")

@@ -273,7 +273,8 @@ class PagePool:
 
     Ids come back in issue order, beside the bytes of the FreeQueue: an id that is taken again never
     waits longer than the bytes it stands for. With a prefix cache a job's last page comes back
-    first, so that its beginning is kept longest, and pages without a holder can be shared.
+    first, so that its beginning is kept longest, and pages without a holder can be shared. Pages
+    whose bytes are taken for anything but pages are lent then: their contents are lost.
     """
 
     def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
@@ -285,6 +286,8 @@ class PagePool:
         self.idle: list[Returned] = []  # idle after the last call of `drain_idle`
         self._next = 0  # ids from here on were never handed out
         self._where: dict[int, Returned] = {}  # with a cache: pages without a holder
+        self.lent_pages = 0
+        self._lent: deque[Returned] = deque()  # oldest first, with operations that used them before
 
     def take(self, count: int) -> tuple[list[int], set[Op]]:
         """Hands out pages, and the operations that must end before they are written."""
@@ -309,6 +312,28 @@ class PagePool:
             for page in self._where.keys() & ids:
                 del self._where[page]
         return ids, givers
+
+    def lend(self, count: int) -> set[Op]:
+        """The bytes of the oldest pages hold something else now; returns what they wait for."""
+        ids, givers = self.take(count)
+        self.held_pages -= count
+        self.lent_pages += count
+        lent = Returned(ids, givers)
+        self._lent.append(lent)
+        self._await(lent)
+        return givers
+
+    def take_back(self, count: int, users: Iterable[Op]) -> None:
+        """The bytes of lent pages come back when these operations have ended."""
+        self.lent_pages -= count
+        while count:
+            oldest = self._lent[0]
+            ids = oldest.ids[:count]
+            del oldest.ids[:count]
+            if not oldest.ids:
+                self._lent.popleft()
+            self._return(Returned(ids, oldest.users.union(users)))
+            count -= len(ids)
 
     def holders(self, pages: Iterable[int]) -> list[int]:
         """The number of holders of each of these pages (with a cache)."""
@@ -388,6 +413,7 @@ class PagePool:
     def check(self, holders: Counter[int]) -> None:
         """Law 2: pages have exactly these holders, and every other page can be handed out."""
         free = list(chain.from_iterable([returned.ids for returned in self._returned]))
+        free += chain.from_iterable([lent.ids for lent in self._lent])
         held = set(range(self._next)).difference(free)  # what was never handed out is free
         if len(free) + self.held_pages != self._next:
             raise BrokenLaw("law 2: a page is lost")
@@ -400,6 +426,10 @@ class PagePool:
         self._returned.append(returned)
         if self._cache is not None:
             self._where.update(dict.fromkeys(returned.ids, returned))
+        self._await(returned)
+
+    def _await(self, returned: Returned) -> None:
+        """Pages are idle once their users have ended."""
         for op in returned.users:
             self.waiting[op].append(returned)
         if not returned.users:
@@ -417,9 +447,15 @@ class PageDryRun:
     """
 
     def __init__(
-        self, pool: PagePool, tables: Mapping[Place, Sequence[int]], cache: PrefixCache
+        self,
+        pool: PagePool,
+        tables: Mapping[Place, Sequence[int]],
+        cache: PrefixCache,
+        page_nbytes: int,
     ) -> None:
         self._pool, self._tables, self._cache = pool, tables, cache
+        self._page_nbytes = page_nbytes
+        self._lent, self._unheld = pool.lent_pages, pool.num_pages - pool.held_pages
         self._holders: dict[int, int] = {}  # of pages whose holders the plan changes
         self._shared: dict[Place, Sequence[int]] = {}
         self._grown: dict[Place, int] = defaultdict(int)
@@ -444,6 +480,14 @@ class PageDryRun:
         """A place grows by so many pages."""
         self._due += count
         self._grown[place] += count
+        self._unheld -= count
+
+    def lend(self, room_bytes: int) -> None:
+        """The pool has so much room left, as other bytes than pages were taken or given back."""
+        lent = max(0, self._unheld - room_bytes // self._page_nbytes)
+        self._due += max(0, lent - self._lent)
+        self._tail.extend([UNKNOWN] * (self._lent - lent))
+        self._lent = lent
 
     def share(self, place: Place, pages: Sequence[int]) -> None:
         """A place begins with pages that are there."""
@@ -453,6 +497,7 @@ class PageDryRun:
         for page in set(pages).intersection(self._tail):
             self._tail.remove(page)
         more = [holders + 1 for holders in self._holders_of(pages)]
+        self._unheld -= more.count(1)
         self._holders.update(zip(pages, more, strict=True))
         self._shared[place] = pages
 
@@ -468,6 +513,7 @@ class PageDryRun:
         self._holders.update(zip(last_first, left, strict=True))
         back = [page for page, holders in zip(last_first, left, strict=True) if not holders]
         self._tail.extend(back)
+        self._unheld += fresh + len(back)
         return fresh + len(back)
 
     def _holders_of(self, pages: Sequence[int]) -> list[int]:

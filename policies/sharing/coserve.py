@@ -256,8 +256,7 @@ class CoMemory:
         records: what becomes of records; None: nothing is recorded.
 
     Raises:
-        ValueError: `headroom` is not in [0, 1), `serving` has prefix caching, or windows are to
-            join launches of another lane.
+        ValueError: `headroom` is not in [0, 1), or windows are to join launches of another lane.
     """
 
     serving: Memory
@@ -272,11 +271,6 @@ class CoMemory:
             raise ValueError("co-serving: records need buffers=grown, and buffers is static")
         if not 0 <= self.headroom < 1:
             raise ValueError(f"co-serving: headroom is {self.headroom}, must be in [0, 1)")
-        if traits_of(self.serving).prefix_caching:
-            raise ValueError(
-                "co-serving: the serving memory keeps pages for later requests, and samples take "
-                "the bytes of pages without a holder; leave prefix_caching out"
-            )
         if self.lanes not in (1, 2):
             raise ValueError(f"co-serving: lanes is {self.lanes}, must be 1 or 2")
         if self.lanes == 2 and self.fused:

@@ -61,11 +61,6 @@ class ElasticMemory:
     def __post_init__(self) -> None:
         if not 0 <= self.host_share <= 1:
             raise ValueError(f"elastic memory: host_share is {self.host_share}, must be in [0, 1]")
-        if traits_of(self.serving).prefix_caching:
-            raise ValueError(
-                "elastic memory: the serving memory keeps pages for later requests, and training "
-                "takes the bytes of pages without a holder; leave prefix_caching out"
-            )
         if not hasattr(self.training, "resident"):
             name = type(self.training).__name__
             raise ValueError(

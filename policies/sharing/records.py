@@ -330,7 +330,8 @@ class HeldRecords:
                 continue
             if learner is None or learner.training is None:
                 continue
-            given = (job.job_id, learner.training, job.computed_tokens, piece.tokens, view.device)
+            first = plan.start_of(job)
+            given = (job.job_id, learner.training, first, piece.tokens, view.device)
             sizes, value = record_sizes(*given), self._value_of(job)
             need = spare + sum([nbytes for _, nbytes in sizes])
             free = plan.room(pool) - view.coming_bytes[pool] - coming

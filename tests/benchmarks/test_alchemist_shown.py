@@ -58,6 +58,9 @@ SHOWN = {
         f"{POLICY}::test_in_a_burst_records_give_way_first_and_in_one_plan"
     ),
     "a stale record is refused": f"{POLICY}::test_a_stale_record_is_refused",
+    "a prefix hit leaves no record of its tokens": (
+        f"{RUNS}::test_tokens_that_a_prefix_hit_found_are_in_no_record"
+    ),
     # bytes and prices
     "kept bytes equal their formula": f"{RUNS}::test_kept_bytes_are_those_of_windows",
     "the meter within 2 % beside records": f"{RUNS}::test_the_meter_reads_what_is_booked",
@@ -119,9 +122,6 @@ ABSENT = {
     "speed-up at recorded shares 5 %, 1.3 at .9": UNMEASURED.format("record_reuse"),
     "cost of recording 3 %; bytes of record-all": UNMEASURED.format("recording_cost"),
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
-    "records of prompts behind a prefix hit": (
-        "CoMemory refuses a prefix cache: samples take the bytes of pages without a holder"
-    ),
     "throughput and memory beside the separate cluster, latency beside a server that records "
     "nothing": UNMEASURED.format("feedback_fidelity"),
     "delay of feedback on the wall clock": (

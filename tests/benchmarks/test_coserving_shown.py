@@ -109,6 +109,10 @@ SHOWN = {
     # prediction and measurement
     "tokens in time on cpu, two SLOs, three rates": f"{CLAIMS}/token_deadlines.py",
     "8 memory splits, and the largest share of serving": f"{CLAIMS}/memory_split.py",
+    "a prefix cache beside a job that finetunes": f"{RUNS}::test_kept_pages_give_way_to_samples",
+    "a prefix cache beside adapters": (
+        "tests/laws/test_prefix_laws.py::test_kept_pages_give_way_to_adapters"
+    ),
     "behaviour of two lanes is marked assumed": (
         f"{LANES}::test_measured_lanes_take_turns_and_say_so"
     ),
@@ -172,10 +176,6 @@ ABSENT = {
     "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
     "20 steps of SGD at 1.5 times, each": (
         "five trainings together: single ones reach 1.64 (tests/finetuning/test_windows_steps.py)"
-    ),
-    "a prefix cache beside a job that finetunes": (
-        "samples take the bytes of pages without a holder, which a prefix cache would keep: "
-        "CoMemory refuses it, so versions meet a cache in no run"
     ),
     "the SLO attainment that FlexLLM draws": "published as curves, without numbers",
 }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Free, Grow, Op, Plan, Share, Slice
-from engine.contract.regions import PageSize, Shortage, Tier, kv_place
+from engine.contract.regions import Kind, PageSize, Place, Region, Shortage, Tier, kv_place
 from engine.contract.rules import ContractError
 from engine.memory.ledger import Ledger
 from engine.memory.pool import Chain, PageDryRun
@@ -119,7 +119,58 @@ def test_a_sharer_waits_for_the_writer_on_another_lane() -> None:
     books.conserved()
 
 
-letters = st.tuples(st.sampled_from("gsfxrk"), st.integers(0, 4), st.integers(1, 5))
+def buffer_of(number: int) -> Place:
+    """Bytes that are no pages."""
+    return Place(Region(20 + number, Kind.BUFFER), Tier.GPU, 0)
+
+
+def test_kept_pages_give_way_to_other_bytes_oldest_first() -> None:
+    books = ledger(pages=4)
+    books.settle(filled(books, 0))
+    books.book(Plan((Free(kv_place(0)),)))
+    assert books.drain_idle() == []
+    cache, job = books.sharing[GPU].cache, Job(2, 0, known_tokens=16)
+    books.book(Plan((Grow(buffer_of(0), 130),)))
+    assert cache.find(job) == [0, 1], "the device has 270 bytes left, and each page 100"
+    assert books.drain_idle() == [(GPU, [3, 2])], "the system gets their memory back"
+    books.conserved()
+    taken = Plan((Grow(buffer_of(1), 71), Share(kv_place(1), (1,))))
+    with pytest.raises(ContractError, match="the plan has taken"):
+        books.book(taken)
+    books.book(Plan((Free(buffer_of(0)),)))
+    books.conserved()
+    books.book(Plan((Share(kv_place(1), (0, 1)), Grow(kv_place(1), 200))))
+    assert sorted(books.pages[kv_place(1)]) == [0, 1, 2, 3], "their bytes are there again"
+    books.conserved()
+
+
+def test_pages_keep_nothing_where_a_job_holds_their_bytes_from_the_start() -> None:
+    chains = {i: Chain(Request(i, 0, 16, 1, prompt_ids=PROMPT), PAGE.tokens) for i in range(9)}
+    books = Ledger({GPU: 400}, PAGE, {buffer_of(0): 250}, chains=chains)
+    books.conserved()
+    for number in (0, 1):  # page by page, as in a device of one page
+        books.settle(filled(books, number, 1))
+        books.book(Plan((Free(kv_place(number)),)))
+        books.conserved()
+        assert len(books.sharing[GPU].cache.find(Job(2, 0, known_tokens=16))) == 1
+
+
+def test_other_bytes_wait_for_the_users_of_the_pages_that_give_way() -> None:
+    books = ledger(pages=3)
+    user = filled(books, 0)
+    books.book(Plan((Free(kv_place(0)),)))
+    reader = Compute((), writes=(buffer_of(0),))
+    booked = books.book(Plan((Grow(buffer_of(0), 50), reader)))
+    assert booked[reader].waits == () and user.lane == reader.lane, "one lane is in order"
+    leaves = Copy(buffer_of(1), buffer_of(1)._replace(tier=Tier.HOST))
+    booked = books.book(Plan((Grow(buffer_of(1), 50), leaves)))
+    assert booked[leaves].waits == (user,)
+    assert books.drain_idle() == []
+    books.settle(user)
+    assert books.drain_idle() == [(GPU, [2])]
+
+
+letters = st.tuples(st.sampled_from("gsfxrkbc"), st.integers(0, 4), st.integers(1, 5))
 programs = st.lists(st.lists(letters, max_size=8), max_size=10)
 
 
@@ -161,6 +212,10 @@ def program(books: Ledger, letter: str, number: int, count: int) -> list:
         return behind(books, number, count)
     if letter == "f" and here in books.held_bytes:
         return [Free(here)]
+    if letter == "b":
+        return [Grow(buffer_of(number), 70 * count)]
+    if letter == "c" and buffer_of(number) in books.held_bytes:
+        return [Free(buffer_of(number))]
     if letter == "x" and (here in books.held_bytes) != (away in books.held_bytes):
         src, dst = (here, away) if here in books.held_bytes else (away, here)
         return [Copy(src, dst), Free(src)]
@@ -173,12 +228,21 @@ def behind(books: Ledger, number: int, count: int) -> list:
     """Frees one place, grows another, then shares what a dry run finds after both."""
     dry_run: PageDryRun = books.sharing[GPU].dry_run()
     ops: list = []
+    room_bytes = books.room_bytes()[GPU]
     other = next((p for p in books.held_bytes if p.tier is Tier.GPU), None)
     if other is not None and count % 2:
         ops.append(Free(other))
-        dry_run.free(other)
-    if books.room_bytes()[GPU] >= 100 * count:
+        if other.region.kind is Kind.KV:
+            room_bytes += 100 * dry_run.free(other)
+        else:
+            room_bytes += books.held_bytes[other]
+            dry_run.lend(room_bytes)
+    if room_bytes >= 100 * count:
         ops.append(Grow(kv_place(8), 100 * count))
         dry_run.take(kv_place(8), count)
+        room_bytes -= 100 * count
+    if number % 2 and room_bytes >= 70:
+        ops.append(Grow(buffer_of(8), 70))
+        dry_run.lend(room_bytes - 70)
     found = dry_run.found(Job(number, 0, known_tokens=16))
     return [*ops, Share(kv_place(number), found)] if found else ops

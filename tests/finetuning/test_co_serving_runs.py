@@ -19,9 +19,11 @@ from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.machines import on_gpus, prompts_of
 from tandem.wiring.run_spec import RunSpec, run_spec_of
+from tests.support.prefixes import alike
 from tests.support.reference import compare, generate
 from tests.training.training_runs import Result
 from tests.training.trainings import differing
+from traces.store import write_trace
 
 SMALL = (
     *("policy=coserve", "training=finetune", "model=tiny_llama", "model.num_layers=3"),
@@ -199,6 +201,37 @@ def test_an_offloaded_sample_that_gives_way_begins_anew(backend: str) -> None:
 @pytest.mark.parametrize("words", [(), WINDOWS_BACK, TIGHT, GPT2, HALF], ids=str)
 def test_requests_get_the_tokens_of_generate(words: tuple[str, ...]) -> None:
     check_tokens(run("lockstep", *words))
+
+
+@pytest.fixture(scope="module")
+def beginning_alike(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Requests that begin alike, in a device whose kept pages give way to samples."""
+    path = tmp_path_factory.mktemp("alike") / "alike.parquet"
+    write_trace(path, alike(3, 40, rate=300), {"source": "tests"})
+    words = (f"trace.path={path}", "memory.serving.prefix_caching=true", "arrival=trace")
+    others = ("trace", "arrival", "budget", "training.data.count", "model.num_layers")
+    small = [word for word in (*SMALL, *TIGHT) if not word.startswith(others)]
+    words += ("training.data.count=24", "budget.kv_pages=280")
+    words += ("page_tokens=4", "model.num_layers=4")  # pages of 4 KiB, as the system has them
+    return (*small, "trace=file", *words)
+
+
+def test_kept_pages_give_way_to_samples(beginning_alike: tuple[str, ...]) -> None:
+    """Tokens are those of generate, and no memory is in use beyond the device's."""
+    expected = run_of("sim", beginning_alike)
+    found = sum([o.cached_tokens for o in expected.recorder.outcomes.values()])
+    roomy = [word for word in beginning_alike if not word.startswith("budget")]
+    most = run_of("sim", (*roomy, "budget.kv_pages=2400")).recorder.outcomes.values()
+    assert 0 < found < sum([outcome.cached_tokens for outcome in most])
+    for backend in BACKENDS:
+        run = run_of(backend, beginning_alike)
+        if backend == "lockstep":
+            assert run.log == expected.log
+        check_tokens(run)
+        assert not any(math.isnan(loss) for loss in run.losses)
+        rows = run.recorder.tables()["memory"].to_pandas()
+        rows = rows[rows["tier"].eq("gpu") & rows["measured_bytes"].notna()]
+        assert len(rows) and (rows["measured_bytes"] <= rows["capacity_bytes"]).all()
 
 
 def test_a_sample_that_gives_way_begins_anew() -> None:

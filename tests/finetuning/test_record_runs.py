@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +26,9 @@ from tests.finetuning.test_co_serving_runs import SMALL, Run, run_of
 from tests.finetuning.test_feedback_runs import requests_of
 from tests.finetuning.test_published_adapters import Version, check_tokens, published
 from tests.finetuning.windows_by_hand import distance
+from tests.support.prefixes import alike
 from tests.training.trainings import differing
+from traces.store import write_trace
 
 __all__ = ["published"]  # a fixture
 
@@ -45,7 +49,7 @@ STAYS = ("memory.records.offload=false",)
 INPUTS = ("planner.modes=recompute",)
 LATER = ("scheduling.from_token=8",)
 BACKENDS = ("lockstep", "cpu", "cpu backend.clock=wall")
-SAMPLE, VERSION, BEHIND = 9, 2, 11  # columns of RECORDS
+VERSION, TOKENS, SAMPLE, BEHIND = 2, 3, 9, 11  # columns of RECORDS
 
 
 def used(found: Run) -> int:
@@ -122,6 +126,29 @@ def test_training_is_that_of_plain_torch(words: tuple[str, ...]) -> None:
     assert found.log == run_of("sim", words).log
     assert used(found) > 3 and not any(math.isnan(loss) for loss in found.losses)
     assert (max(updates_behind(found)) > 0) is (words == STALE)
+    check_training(found)
+
+
+def test_tokens_that_a_prefix_hit_found_are_in_no_record(tmp_path: Path) -> None:
+    """What it computes behind them is; the sample goes forward through the hit alone."""
+    requests = [replace(r, adapter="a0") for r in alike(3, 24, rate=100)]
+    write_trace(tmp_path / "alike.parquet", requests, {"source": "tests"})
+    words = [w for w in WORDS if not w.startswith(("trace", "arrival", "training.microbatches"))]
+    words += ["trace=file", f"trace.path={tmp_path}/alike.parquet", "arrival=trace"]
+    words += [
+        "memory.serving.serving.prefix_caching=true",
+        "training.microbatches=2",
+        "page_tokens=4",
+    ]
+    found = run_of("lockstep", tuple(words))
+    assert found.log == run_of("sim", tuple(words)).log
+    outcomes, behind = found.recorder.outcomes, 0
+    prompts = {request.request_id: request.prompt_tokens for request in found.spec.requests}
+    for row in found.recorder.records:
+        hit = outcomes[row[0]].cached_tokens
+        assert row[TOKENS] <= prompts[row[0]] - hit
+        behind += hit > 0 and row[SAMPLE] is not None
+    assert behind > 0
     check_training(found)
 
 

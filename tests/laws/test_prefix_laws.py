@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 
+from engine.contract.adapters import AdapterSpec
+from engine.contract.layout import Layout
 from engine.contract.plan import Share
+from engine.contract.regions import Tier
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import WatchedPolicy
 from engine.memory.ledger import Sharing
 from engine.memory.pool import Chain, PagePool, PrefixCache
+from policies.composed import Composed
 from policies.routing.prefix_affinity import PrefixAffinity
 from policies.routing.round_robin import RoundRobin
 from policies.scheduling.recorded import RecordedPlans
+from policies.sharing.adapters import AdapterMemory
+from policies.sharing.coserve import CoMemory
+from tests.policies.finetuning_jobs import PAGE, coserving, layout_of_jobs, random_job
 from tests.support.prefixes import (
     MEMORY,
     SCHEDULING,
@@ -29,6 +39,7 @@ from tests.support.prefixes import (
 from tests.support.replays import replay
 from tests.support.strategies import TIMING, cases, room
 from traces.serving.request import Request
+from traces.training.recipe import Recipe
 
 COMBINATIONS = [(s, m) for s in SCHEDULING for m in MEMORY]
 FEW = [("static", "restart"), ("continuous", "swap"), ("chunked", "swap"), ("v1", "v1")]
@@ -98,6 +109,13 @@ def test_a_plan_log_plays_back_byte_for_byte(scheduling: str, memory: str) -> No
     assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]
 
 
+def test_pages_that_give_no_way_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes would be there twice."""
+    monkeypatch.setattr(Sharing, "lend", lambda self, users=(): set())
+    with pytest.raises(BrokenLaw, match="have no bytes"):
+        test_kept_pages_give_way_to_samples("restart", "grown")
+
+
 def test_one_seed_gives_identical_bytes(tmp_path: Path) -> None:
     one, two = (
         replay(composed("v1", "v1"), alike(5, 30, rate=1500), pages=40).files(tmp_path / name)
@@ -119,6 +137,42 @@ def test_each_replica_keeps_pages_of_its_own(memory: str) -> None:
         found.append(check_contents(run, requests))
     assert found[0] > 0
     assert found[1] < found[2]
+
+
+# ---- beside bytes that are no pages
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("buffers", ["grown", "static"])
+@pytest.mark.parametrize("memory", ["restart", "swap", "v1"])
+def test_kept_pages_give_way_to_samples(memory: str, buffers: Any) -> None:
+    """With the least memory fewer tokens are found, and no request reads another's."""
+    found = dict.fromkeys((150, 180, 1000), 0)
+    for pages, seed in product(found, range(4)):
+        requests, rng = alike(seed, 30, rate=1000), random.Random(seed)
+        jobs = [random_job(rng, 1000, microbatches=1)]
+        policy = coserving(CoMemory(MEMORY[memory], buffers, fused=bool(seed % 2)))
+        given = {"pages": pages, "page": PAGE, "layout": layout_of_jobs(jobs, pages)}
+        run = replay(policy, [*requests, *jobs], noise=0.3, seed=seed, **given).check()
+        found[pages] += check_contents(run, requests, PAGE)
+        assert len(run.rows("training")) == 3
+    assert 0 < found[150] < found[1000]
+
+
+@pytest.mark.parametrize("memory", ["restart", "swap"])
+def test_kept_pages_give_way_to_adapters(memory: str) -> None:
+    pools, found = [(Tier.HOST, 0)], dict.fromkeys((45, 400), 0)
+    recipe = Recipe(lora_rank=4)
+    specs = [AdapterSpec(name, recipe, 9_000 + i) for i, name in enumerate("abc")]
+    layout = Layout().with_adapters(specs, pools)
+    policy = Composed(SCHEDULING["chunked"], AdapterMemory(MEMORY[memory]))
+    for pages, seed in product(found, range(4)):
+        rng = random.Random(seed)
+        requests = [
+            replace(r, adapter=rng.choice(("", *"abc"))) for r in alike(seed, 30, rate=1000)
+        ]
+        given = {"pages": pages, "host_pages": 200, "layout": layout}
+        run = replay(policy, requests, noise=0.3, seed=seed, **given).check()
+        found[pages] += check_contents(run, requests)
+    assert 0 < found[45] < found[400]
 
 
 # ---- mutations

@@ -54,6 +54,20 @@ def test_requests_take_what_training_can_evict(training: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_kept_pages_give_way_to_training(tmp_path: Path) -> None:
+    """Turns of a dialogue find what earlier ones have left, the fewer the less memory there is."""
+    words = ("policy=elastic", "memory.serving.prefix_caching=true", "trace=sessions", "limit=150")
+    words += ("trace.think_s=0.001", "training.num_steps=200")
+    found = dict[str, float]()
+    for fraction in ("0.06", "1.0"):
+        more = (f"budget.fraction={fraction}", "backend=sim")
+        run = carried_out(tmp_path / fraction, *words, *more)
+        assert (run.requests["status"] == "finished").all() and len(run.training) == 200
+        found[fraction] = run.requests["cached_tokens"].sum()
+    assert 0 < found["0.06"] < found["1.0"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("training", TRAINED[:2])
 @pytest.mark.parametrize(
     "backend", [("lockstep",), ("cpu",), ("cpu", "backend.clock=wall")], ids="-".join

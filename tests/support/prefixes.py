@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 
 from hypothesis import strategies as st
 
+from engine.contract.executor import Launch
+from engine.contract.regions import PageSize
 from engine.laws.check_replay import Contents, Token
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
@@ -46,25 +49,33 @@ def composed(scheduling: str, memory: str) -> Composed:
 def named(requests: Sequence[Request]) -> Token:
     """What a job has at a position with all before it, from the prompts that would be computed."""
     prompts = {r.request_id: prompt_of(r, 1 << 30, seed=0) for r in requests}
-    before: dict[int, list[int]] = {i: [] for i in prompts}
+    adapters = {r.request_id: r.adapter for r in requests}
+    before = defaultdict[int, list[int]](list)
 
     @cache
     def token(job_id: int, at: int) -> Hashable:
-        prompt, names = prompts[job_id], before[job_id]
+        prompt, names = prompts.get(job_id, ()), before[job_id]  # a sample's tokens are its own
         while len(names) <= at:
             here = len(names)
             own = prompt[here] if here < len(prompt) else (job_id, here)
-            names.append(hash((names[-1] if names else None, own)))
+            names.append(hash((names[-1] if names else adapters.get(job_id), own)))
         return names[at]
 
     return token
 
 
-def check_contents(run: Replay, requests: Sequence[Request]) -> int:
+def check_contents(run: Replay, requests: Sequence[Request], page: PageSize = PAGE) -> int:
     """Checks what every launch read; returns how many tokens were found instead of computed."""
-    launches = ((row[4], row[3]) for row in run.recorder.steps)
-    Contents(PAGE, named(requests)).carry_out(launches)
+    launches = ((_on_pages(row[4], page), row[3]) for row in run.recorder.steps)
+    Contents(page, named(requests)).carry_out(launches)
     return sum(outcome.cached_tokens for outcome in run.recorder.outcomes.values())
+
+
+def _on_pages(launch: Launch, page: PageSize) -> Launch:
+    """Without the pieces of samples that go back: their keys and values leave layer by layer."""
+    size = page.tokens
+    pieces = [p for p in launch.pieces if len(p.pages) * size >= p.context_tokens + p.tokens]
+    return replace(launch, pieces=tuple(pieces))
 
 
 def alike(seed: int, count: int = 24, rate: float | None = None) -> list[Request]:
