@@ -5,5 +5,5 @@ keys. `composed` joins a scheduling and a memory policy into one. The folders ho
 of serving (`scheduling`), memory policies for KV (`kv`), offloading of training (`training`), its
 layouts (`planners`), routers between replicas (`routing`), and serving and training at once
 (`sharing`). Policies may import engine.contract, models, traces and, each in one module,
-engine.memory.plan_builder (`composed`) and engine.results.plan_log (`recorded`); never the loop.
+engine.memory.dry_run (`composed`) and engine.results.plan_log (`recorded`); never the loop.
 """

@@ -14,7 +14,7 @@ from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, traits_of
 from engine.contract.rules import ContractError, Rule, at_class, defined_at
 from engine.contract.view import View
-from engine.memory.plan_builder import DryRunPlanBuilder
+from engine.memory.dry_run import DryRunPlanBuilder
 
 STILL = (int, float, str, bytes, tuple, frozenset, Enum, type, FunctionType, NoneType)
 

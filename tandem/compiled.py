@@ -34,7 +34,7 @@ MODULES = {
     "engine/contract": (
         "executor job kv_check plan plan_check policy progress regions training_progress view"
     ),
-    "engine/memory": "dry_run ledger plan_builder pool scoreboard",
+    "engine/memory": "dry_run ledger pool room_shares scoreboard",
     "engine/loop": "admission asking completions engine issuing state",
     "engine/fast_forward": "decode_batch fast_forward horizon jump repeated_plan standing_plan",
     "engine/results": "outcomes recorder",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -395,7 +395,10 @@ class PlanBuilder(ABC):
 
     @abstractmethod
     def within(
-        self, room_bytes: Mapping[Pool, int], make_room: MakeRoom | None = None
+        self,
+        room_bytes: Mapping[Pool, int],
+        make_room: MakeRoom | None = None,
+        gives_way: Collection[Place] = (),
     ) -> PlanBuilder:
         """A builder that writes into this plan within a share of the room.
 
@@ -404,6 +407,8 @@ class PlanBuilder(ABC):
         Args:
             room_bytes: the most bytes that it may take of each pool that is named.
             make_room: called with a pool and bytes that it lacks; it frees places by this builder.
+            gives_way: places that `make_room` may free. Kept pages which these alone hold take
+                room of the share when a job starts on them.
 
         Returns:
             A builder whose operations become operations of this plan. It shows what all of the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -150,11 +150,12 @@ class KeptPages(Protocol):
             Page numbers in order.
         """
 
-    def idle(self, pages: Sequence[int]) -> int:
+    def idle(self, pages: Sequence[int], beside: Collection[Place] = ()) -> int:
         """How many pages no job holds. Sharing such a page takes room.
 
         Args:
             pages: page numbers.
+            beside: places that do not count as holders.
 
         Returns:
             The number of pages without a holder.
@@ -394,9 +395,9 @@ class View:
             job: a waiting job.
 
         Returns:
-            Tokens of whole pages; 0 without prefix caching, or where the job has begun.
+            Tokens of whole pages; 0 without prefix caching, where the job has begun, or trains.
         """
-        if self.kept_pages is None or job.computed_tokens:
+        if self.kept_pages is None or job.computed_tokens or job.training is not None:
             return 0
         return len(self.kept_pages().found(job)) * self.page.tokens
 

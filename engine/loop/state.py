@@ -438,9 +438,9 @@ class EngineState:
         may_be_recorded = self.adapters is not None
         if may_be_recorded and self.records.holds(owner):
             return False
-        self._give(self.ledger.give_all(owner, has_ended))
         for request in self.records.of_job(owner) if may_be_recorded else ():
-            self._give_record(request)
+            self._give_record(request)  # first, as a log tells it
+        self._give(self.ledger.give_all(owner, has_ended))
         self._end_version(owner)
         return True
 

@@ -137,7 +137,11 @@ class Sharing:
     def _touches(self, op: Op) -> bool:
         if isinstance(op, Copy):
             return (Tier.GPU, self._device) in (op.src.pool, op.dst.pool)
-        return op.device == self._device
+        return op.device == self._device and not _only_trains(op)
+
+
+def _is_no_kv(place: Place) -> bool:
+    return place.region.kind is not Kind.KV
 
 
 def num_pages(
@@ -161,6 +165,11 @@ def num_pages(
         if place.region.owner == SHARED_OWNER:
             left[place.pool] -= nbytes
     return {pool: nbytes // page.nbytes for pool, nbytes in left.items()}
+
+
+def _only_trains(op: Op) -> bool:
+    """Whether a launch serves no request, so that it touches no shared page."""
+    return isinstance(op, Compute) and all([s.job.training is not None for s in op.slices])
 
 
 class Ledger(Books):
@@ -267,6 +276,9 @@ class Ledger(Books):
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
         for queue in self._free_queues.values():
             if queue.coming_bytes:
+                return False
+        for pool in self.sharing:
+            if self._pools[pool].waits_for_users:
                 return False
         return self._board.has_one_lane
 
@@ -433,7 +445,7 @@ class Ledger(Books):
 
     def give_all(self, owner: int, has_ended: bool = False) -> Sequence[Place]:
         """Gives back all that an owner holds; returns where that was. See `give`."""
-        places = tuple(self.places_of.get(owner, ()))
+        places = tuple(sorted(self.places_of.get(owner, ()), key=_is_no_kv))  # as `held_bytes` has
         for place in places:
             self.give(place, has_ended)
         return places

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice
 from typing import Any
@@ -271,10 +271,12 @@ class Returned:
 class PagePool:
     """Page ids with reference counts, handed out oldest first.
 
-    Ids come back in issue order, beside the bytes of the FreeQueue: an id that is taken again never
-    waits longer than the bytes it stands for. With a prefix cache a job's last page comes back
-    first, so that its beginning is kept longest, and pages without a holder can be shared. Pages
-    whose bytes are taken for anything but pages are lent then: their contents are lost.
+    Ids come back in issue order, beside the bytes of the FreeQueue: an id that is taken again waits
+    no longer than the bytes it stands for. With a prefix cache a job's last page comes back first,
+    so that its beginning is kept longest, and pages without a holder can be shared. Pages whose
+    bytes are taken for anything but pages are lent then: their contents are lost. What is taken
+    back is empty, so it is handed out before pages that keep something; it may wait for longer than
+    its bytes.
     """
 
     def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
@@ -282,6 +284,7 @@ class PagePool:
         self.held_pages = 0  # with at least one holder; a shared page counts once
         self._more: Counter[int] = Counter()  # holders of a shared page beside the first
         self._returned: deque[Returned] = deque()
+        self._empty: deque[Returned] = deque()  # lent before
         self.waiting: dict[Op, list[Returned]] = defaultdict(list)  # by user
         self.idle: list[Returned] = []  # idle after the last call of `drain_idle`
         self._next = 0  # ids from here on were never handed out
@@ -298,14 +301,15 @@ class PagePool:
             ids += range(self._next, end)
             self._next = end
         while len(ids) < count:
-            if not self._returned:
+            queue = self._empty or self._returned
+            if not queue:
                 raise BrokenLaw(f"law 3: {count} pages asked for, but the pool has no more")
-            oldest, want = self._returned[0], count - len(ids)
+            oldest, want = queue[0], count - len(ids)
             ids += oldest.ids[:want]
             del oldest.ids[:want]
             givers |= oldest.users
             if not oldest.ids:
-                self._returned.popleft()
+                queue.popleft()
         self.held_pages += count
         if self._cache is not None:
             self._cache.forget(ids)
@@ -332,8 +336,13 @@ class PagePool:
             del oldest.ids[:count]
             if not oldest.ids:
                 self._lent.popleft()
-            self._return(Returned(ids, oldest.users.union(users)))
+            self._return(Returned(ids, oldest.users.union(users)), self._empty)
             count -= len(ids)
+
+    @property
+    def waits_for_users(self) -> bool:
+        """Whether a page waits for its users: one that was lent may do so longer than its bytes."""
+        return any([returned.users for returned in self._empty])
 
     def holders(self, pages: Iterable[int]) -> list[int]:
         """The number of holders of each of these pages (with a cache)."""
@@ -350,7 +359,7 @@ class PagePool:
     def oldest(self) -> Iterator[int]:
         """Pages without a holder, in the order in which they will be handed out."""
         yield from range(self._next, self.num_pages)
-        for returned in self._returned:
+        for returned in chain(self._empty, self._returned):
             yield from returned.ids
 
     def share(self, ids: Iterable[int]) -> list[int]:
@@ -389,7 +398,7 @@ class PagePool:
         if self._cache is not None:
             back.reverse()
         if back:
-            self._return(Returned(back, set(users)))
+            self._return(Returned(back, set(users)), self._returned)
         return back
 
     def settle(self, op: Op) -> None:
@@ -412,8 +421,8 @@ class PagePool:
 
     def check(self, holders: Counter[int]) -> None:
         """Law 2: pages have exactly these holders, and every other page can be handed out."""
-        free = list(chain.from_iterable([returned.ids for returned in self._returned]))
-        free += chain.from_iterable([lent.ids for lent in self._lent])
+        queues = chain(self._returned, self._empty, self._lent)
+        free = list(chain.from_iterable([returned.ids for returned in queues]))
         held = set(range(self._next)).difference(free)  # what was never handed out is free
         if len(free) + self.held_pages != self._next:
             raise BrokenLaw("law 2: a page is lost")
@@ -422,8 +431,8 @@ class PagePool:
         if dict(holders) != {page: 1 + self._more[page] for page in held}:
             raise BrokenLaw("law 2: the holders of pages do not add up")
 
-    def _return(self, returned: Returned) -> None:
-        self._returned.append(returned)
+    def _return(self, returned: Returned, queue: deque[Returned]) -> None:
+        queue.append(returned)
         if self._cache is not None:
             self._where.update(dict.fromkeys(returned.ids, returned))
         self._await(returned)
@@ -462,6 +471,7 @@ class PageDryRun:
         self._freed: set[Place] = set()
         self._oldest: Iterator[int] | None = None
         self._tail: deque[int] = deque()  # freed by the plan
+        self._empty = 0  # lent pages that the plan has taken back: taken first
         self._due = 0  # pages taken that are not in `gone` yet
         self._gone: set[int] = set()
 
@@ -470,23 +480,35 @@ class PageDryRun:
         self._walk()
         return tuple(self._cache.find(job, self._gone))
 
-    def idle(self, pages: Sequence[int]) -> int:
-        """How many of these pages have no holder: sharing them takes room."""
-        if self._holders.keys().isdisjoint(pages):
-            return self._pool.num_idle(pages)
-        return self._holders_of(pages).count(0)
+    def idle(self, pages: Sequence[int], beside: Collection[Place] = ()) -> int:
+        """How many of these pages none but the given places holds: sharing them takes room."""
+        if not beside or not pages:
+            if self._holders.keys().isdisjoint(pages):
+                return self._pool.num_idle(pages)
+            return self._holders_of(pages).count(0)
+        own = Counter(chain.from_iterable(map(self._table, beside)))
+        return sum([n <= own[p] for p, n in zip(pages, self._holders_of(pages), strict=True)])
+
+    def _table(self, place: Place) -> Sequence[int]:
+        """The pages of a place that the plan has not grown."""
+        return () if place in self._freed else self._tables.get(place, ())
 
     def take(self, place: Place, count: int) -> None:
         """A place grows by so many pages."""
-        self._due += count
+        self._take(count)
         self._grown[place] += count
         self._unheld -= count
+
+    def _take(self, count: int) -> None:
+        empty = min(self._empty, count)
+        self._empty -= empty
+        self._due += count - empty
 
     def lend(self, room_bytes: int) -> None:
         """The pool has so much room left, as other bytes than pages were taken or given back."""
         lent = max(0, self._unheld - room_bytes // self._page_nbytes)
-        self._due += max(0, lent - self._lent)
-        self._tail.extend([UNKNOWN] * (self._lent - lent))
+        self._take(max(0, lent - self._lent))
+        self._empty += max(0, self._lent - lent)
         self._lent = lent
 
     def share(self, place: Place, pages: Sequence[int]) -> None:

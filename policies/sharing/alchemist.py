@@ -116,13 +116,14 @@ class Alchemist:
 
     def _marked(self, piece: Slice, view: View, learns: Iterable[Job]) -> Slice:
         job = piece.job
-        is_prompt = job.computed_tokens + piece.tokens <= job.prompt_tokens
+        start = job.computed_tokens or view.found_tokens(job)
+        is_prompt = start + piece.tokens <= job.prompt_tokens
         if job.training is not None or not (is_prompt or self.record == "everything"):
             return piece
-        before = self.from_token - job.computed_tokens
+        before = self.from_token - start
         if before >= piece.tokens or not job.may_record:
             return piece
-        is_last = job.computed_tokens >= job.prompt_tokens - 1
+        is_last = start >= job.prompt_tokens - 1
         if is_last and not (self.record == "everything" and job.recorded_tokens):
             return piece  # no sample could use it: it computes the last token of its prompt
         learner = learner_of(job, learns)

@@ -1,7 +1,7 @@
 """Co-serving by tokens: each step serves first, and finetunes with the tokens that are left.
 
 Both sides take their memory from one pool. Serving is planned as if a sample held nothing, and what
-a sample holds gives way to keys and values.
+a sample holds gives way to keys and values. Pages that prefix caching keeps give way to samples.
 """
 
 from __future__ import annotations

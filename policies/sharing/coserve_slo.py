@@ -103,7 +103,9 @@ class CoServeSlo:
         limit_ns = self.limit_ns(bool(serves))
         if serves and self.kind == "token":
             left_ns = self._due_ns(view) - view.now_ns - self._in_flight_ns(view, view.cost)
-            if any([_begins_answer(piece) for piece in serves]):  # its second token is due then
+            if any(
+                [_begins_answer(piece, view) for piece in serves]
+            ):  # its second token is due then
                 left_ns = min(left_ns, self.slo_s * 1e9)
             limit_ns = (1 - self.margin) * left_ns if left_ns < inf else limit_ns
         return (*serves, *_Step(self, job, serves, view, view.cost, limit_ns).slices())
@@ -175,10 +177,12 @@ def correction(profile: Profile, slices: tuple[Slice, ...]) -> float:
     return profile.quote_ratio(work_of(slices)) or 1.0
 
 
-def _begins_answer(piece: Slice) -> bool:
+def _begins_answer(piece: Slice, view: View) -> bool:
     """Whether a slice of a request yields its first token."""
     job = piece.job
-    return job.generated_tokens == 0 and piece.tokens == job.remaining_tokens
+    if job.generated_tokens:
+        return False
+    return view.found_tokens(job) + piece.tokens == job.remaining_tokens
 
 
 class _Step:

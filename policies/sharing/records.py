@@ -24,9 +24,9 @@ from engine.contract.records import (
     record_sizes,
     window_places,
 )
-from engine.contract.regions import Place, Pool, Tier, kv_place
+from engine.contract.regions import Kind, Place, Pool, Tier, kv_place
 from engine.contract.training_progress import NO_RECORDS, Record
-from engine.contract.view import View
+from engine.contract.view import KeptPages, View
 from engine.contract.windows import on_host, sample_places
 from policies.sharing.adapters import Without
 from policies.sharing.time_shared import side_of
@@ -463,13 +463,16 @@ class HeldSamples:
         freed = {} if self._records is None else dict(self._records.freed)
         if not own and not freed:
             return side_of(view, trains=False), plan
+        if view.kept_pages is not None:
+            pages = view.kept_pages()
+            freed, own = (_unshared(nbytes, pages, view.page.nbytes) for nbytes in (freed, own))
         nbytes, free = by_pool(own), Counter(view.free_bytes)
         free.update(nbytes)
         free.update(by_pool(freed))
         held = Without(view.held_bytes, own.keys() | freed.keys())
         shown = side_of(view, trains=False, held_bytes=held, free_bytes=free)
         share = {pool: plan.room(pool) + count for pool, count in nbytes.items()}
-        return shown, plan.within(share, self._make_room)
+        return shown, plan.within(share, self._make_room, own.keys())
 
     def give_way_to(self, job: Job) -> None:
         """Has the sample of the last job begin anew, if that came behind another.
@@ -494,6 +497,13 @@ class HeldSamples:
             self._plan.free(place)
         self._plan.restart(job)
         self.restarted.add(job.job_id)
+
+
+def _unshared(nbytes: Mapping[Place, int], pages: KeptPages, page_nbytes: int) -> dict[Place, int]:
+    """Bytes by place that come back: of keys and values only pages that no other place holds."""
+    is_shared = {p for p in nbytes if p.region.kind is Kind.KV and p.tier is Tier.GPU}
+    back = {place: pages.free(place) * page_nbytes for place in nbytes if place in is_shared}
+    return {place: back.get(place, size) for place, size in nbytes.items()}
 
 
 def by_pool(nbytes: Mapping[Place, int]) -> Counter[Pool]:

@@ -182,7 +182,6 @@ NAMES: dict[str, str] = {
     "sim.fit.solve.Sample": "sim.fit.solve.Observation",
     "engine.contract.policy.named": "engine.contract.job.named",
     "engine.memory.dry_run.PageDryRun": "engine.memory.pool.PageDryRun",
-    "engine.memory.dry_run.DryRunPlanBuilder": "engine.memory.plan_builder.DryRunPlanBuilder",
     "traces.cells.whole": "traces.records.whole_number",
     "traces.files.whole": "traces.files.atomically",
     "traces.arrivals.Recorded": "traces.serving.arrivals.RecordedArrivals",

@@ -113,6 +113,7 @@ SHOWN = {
     "a prefix cache beside adapters": (
         "tests/laws/test_prefix_laws.py::test_kept_pages_give_way_to_adapters"
     ),
+    "1, 4, 16 adapters: bytes, loads, TPOT 5 %": f"{CLAIMS}/adapters.py",
     "behaviour of two lanes is marked assumed": (
         f"{LANES}::test_measured_lanes_take_turns_and_say_so"
     ),
@@ -159,7 +160,6 @@ SHOWN = {
     "slo_sweep, finetune_length, burstiness": f"{FIGURES}::test_finetuning_is_drawn_beside_latency",
     "tide_under_kv": f"{FIGURES}::test_a_memory_that_breathes_is_drawn_beside_a_divided_one",
 }
-UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
 ABSENT = {
     "CPU fidelity of three policies at three loads": (
         "benchmarks/coserving/coserving_fidelity.py fails at 80 %: the peak of KV under budget is "
@@ -169,7 +169,6 @@ ABSENT = {
         "benchmarks/coserving/host_share.py fails: 1.4 to 1.6 % of replays of GPT-2, but 10 to 16 "
         "% of tiny_llama's, whose launches take 4 to 13 ms beside 0.6 to 1.6 ms of the host"
     ),
-    "1, 4, 16 adapters: bytes, loads, TPOT 5 %": UNMEASURED.format("adapters"),
     "fast-forward across windows": (
         "steps that finetune differ from one another; a cell of 600 s takes 7 to 14 s of CPU"
     ),

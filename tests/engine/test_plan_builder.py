@@ -17,8 +17,8 @@ from engine.contract.policy import PlanBuilder
 from engine.contract.regions import Place, Pool, Shortage, Tier, kv_place
 from engine.contract.rules import ContractError
 from engine.contract.view import RunningDecodes, View
+from engine.memory.dry_run import DryRunPlanBuilder
 from engine.memory.ledger import Ledger
-from engine.memory.plan_builder import DryRunPlanBuilder
 from engine.memory.pool import Chain
 from tests.support.states import HOST, PAGE, POOL, ids, job, view
 from tests.support.strategies import cases

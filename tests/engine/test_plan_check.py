@@ -22,7 +22,7 @@ from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import ContractError, Rule, defined_at, file_line, name_of
 from engine.contract.view import View
 from engine.loop.engine import Stalled
-from engine.memory.plan_builder import DryRunPlanBuilder
+from engine.memory.dry_run import DryRunPlanBuilder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.chunked_prefill import ChunkedPrefill

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.job import Job
-from engine.contract.plan import Compute, Copy, Free, Grow, Op, Plan, Share, Slice
+from engine.contract.plan import SECOND_LANE, Compute, Copy, Free, Grow, Op, Plan, Share, Slice
 from engine.contract.regions import Kind, PageSize, Place, Region, Shortage, Tier, kv_place
 from engine.contract.rules import ContractError
 from engine.memory.ledger import Ledger
@@ -168,6 +171,30 @@ def test_other_bytes_wait_for_the_users_of_the_pages_that_give_way() -> None:
     assert books.drain_idle() == []
     books.settle(user)
     assert books.drain_idle() == [(GPU, [2])]
+
+
+def test_bytes_that_come_and_go_take_the_same_pages() -> None:
+    """What was lent is empty, and is lent again before a page that keeps something."""
+    books = ledger(pages=4)
+    books.settle(filled(books, 0))
+    books.book(Plan((Free(kv_place(0)),)))
+    for _ in range(3):
+        there_and_back = (Grow(buffer_of(0), 200), Free(buffer_of(0)))
+        books.book(Plan((*there_and_back, *there_and_back)))
+        books.conserved()
+        assert books.sharing[GPU].cache.find(Job(2, 0, known_tokens=16)) == [0, 1]
+        assert books.sharing[GPU].dry_run().found(Job(2, 0, known_tokens=16)) == (0, 1)
+
+
+def test_a_hit_waits_for_no_launch_that_only_trains() -> None:
+    books = ledger()
+    books.settle(filled(books, 0))
+    job: Any = SimpleNamespace(job_id=9, training="of its own")
+    trains = Compute((Slice(job, 1),), on=SECOND_LANE)
+    books.book(Plan((Free(kv_place(0)), trains)))
+    served = launch(1)
+    booked = books.book(Plan((Share(kv_place(1), (0, 1)), Grow(kv_place(1), 100), served)))
+    assert booked[served].waits == ()
 
 
 letters = st.tuples(st.sampled_from("gsfxrkbc"), st.integers(0, 4), st.integers(1, 5))

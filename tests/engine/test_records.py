@@ -31,10 +31,18 @@ from policies.sharing.coserve import CoMemory, CoServe
 from policies.sharing.records import RecordRules
 from tests.policies.finetuning_jobs import BUDGET, PAGE, SPEC, finetuning_job, layout_of_jobs
 from tests.policies.test_feedback import feedback
+from tests.support.prefixes import alike
 from tests.support.replays import Replay, random_requests, replay
 from traces.serving.request import Request, TrainingJob
 from traces.training.recipe import Recipe
 
+SERVING = {
+    "restart": PagedRestart(),
+    "swap": PagedSwap(),
+    "kept": PagedRestart(prefix_caching=True),
+    "kept, swap": PagedSwap(prefix_caching=True),
+}
+MS = 10**6
 RECIPE = Recipe(lora_rank=4)
 ADAPTER = AdapterSpec("a", RECIPE, adapter_bytes(SPEC, RECIPE))
 CHUNKED = ChunkedPrefill(BUDGET, 40)  # more jobs than find room: some are preempted
@@ -129,21 +137,24 @@ def test_samples_start_behind_records(depth: int, offload: bool, modes: Mode) ->
 
 @pytest.mark.broad(4)
 @pytest.mark.parametrize("offload", [True, False])
-@pytest.mark.parametrize("serving", [PagedRestart(), PagedSwap()], ids=["restart", "swap"])
+@pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_laws_hold_under_pressure(depth: int, serving: Any, offload: bool) -> None:
+def test_laws_hold_under_pressure(depth: int, serving: str, offload: bool) -> None:
     """Memory never exceeds its capacity, contents are as launches find them, and all ends."""
-    preempted = 0
+    preempted = found_tokens = 0
+    keeps = "kept" in serving
     for seed in range(6):
         rng = random.Random(seed)
-        few = through(random_requests(seed, 30, rate=rng.choice([200, 2000])))
+        rate = rng.choice([200, 2000])
+        few = through(alike(seed, 60, rate) if keeps else random_requests(seed, 30, rate=rate))
         requests = rng.choice([few, pressing(seed)])
         job = learning(requests, seed, microbatches=rng.choice([1, 2, 4]))
         rules = RecordRules(
             offload, rng.choice([0, 2]), rng.choice([0, 1, 3]), hedge=rng.choice([0, 0.3])
         )
         record = rng.choice(["all", "everything"])
-        policy = alchemist(serving, rules, from_token=rng.choice([0, 0, 7]), record=record)
+        start = rng.choice([0, 0, 7])
+        policy = alchemist(SERVING[serving], rules, from_token=start, record=record)
         given = {"policy": policy, "depth": depth, "noise": 0.3, "seed": seed}
         pages, host = rng.choice([440, 500]), rng.choice([100, 400, 4000])
         found = run(requests, job, pages=pages, host_pages=host, **given).check()
@@ -151,7 +162,8 @@ def test_laws_hold_under_pressure(depth: int, serving: Any, offload: bool) -> No
         assert {row["status"] for row in rows} == {"finished"}
         assert len(found.rows("training")) == job.num_steps
         preempted += sum([row["restarts"] + row["swaps"] for row in rows])
-    assert preempted
+        found_tokens += sum([row["cached_tokens"] for row in rows])
+    assert preempted and bool(found_tokens) is keeps
 
 
 def by_requests(launch: Any) -> int:
@@ -468,11 +480,13 @@ def test_what_a_sample_cannot_use_is_given_back() -> None:
     assert all(row[8] >= ends[row[0]] for row in used)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("serving", ["restart", "kept"])
 @pytest.mark.parametrize("staleness", [0, 100])
-def test_a_log_is_played_back(staleness: int) -> None:
-    requests = through(random_requests(8, 25, rate=500))
+def test_a_log_is_played_back(staleness: int, serving: str) -> None:
+    requests = through(random_requests(8, 25, rate=500) if serving == "restart" else alike(8, 25))
     job = learning(requests, 3, microbatches=1, staleness=staleness)
-    found = run(requests, job, noise=0.4, seed=1).check()
+    policy = alchemist(SERVING[serving])
+    found = run(requests, job, policy=policy, noise=0.4, seed=1).check()
     assert adopted(found)
     order = [
         piece.job.training.spec.sample(piece.microbatch)
@@ -491,3 +505,41 @@ def test_a_log_is_played_back(staleness: int) -> None:
         requests, again, policy=RecordedPlans(found.plan_log()), returns_memory=False
     ).check()
     assert played.booked() == found.booked()
+
+
+def test_records_that_share_pages_give_way_together() -> None:
+    """The pages of a prompt that many records begin with come back with the last of these.
+
+    A long request is not admitted beside another one as if each record gave them back.
+    """
+    begin = tuple(range(60))
+    early = [Request(i, i * MS, 64, 2, prompt_ids=(*begin, *[i] * 4)) for i in range(12)]
+    late = [Request(12 + i, 40 * MS, n, 9) for i, n in enumerate((400, 950))]
+    late.append(Request(14, 41 * MS, 64, 9, prompt_ids=(*begin, 99, 99, 99, 99)))
+    requests = through([*early, *late])
+    job = learning(early, microbatches=1, until_served=True)
+    job = replace(job, samples=tuple([s._replace(release_ns=10**9) for s in job.samples]))
+    serving = PagedRestart(prompts="reserved", prefix_caching=True)  # many pages in a plan
+    policy = alchemist(serving, RecordRules(offload=False, hedge=0.0, headroom=0.0))
+    given = {"pages": 340, "host_pages": HOMES + 100, "policy": policy}
+    found = run(requests, job, **given).check()
+    assert {row["status"] for row in found.rows("requests")} == {"finished"}
+    starts = {row["request_id"]: row["scheduled_ns"] for row in found.rows("requests")}
+    assert starts[13] > starts[12] + MS, "it waits for the other one's end"
+
+
+@pytest.mark.parametrize("tokens", range(1000, 1340, 20))
+def test_pages_on_which_a_request_starts_are_no_room_for_another(tokens: int) -> None:
+    """A record gives way, and its pages stay where a request of that plan has begun on them."""
+    begin = tuple(range(60))
+    requests = [Request(0, 0, 64, 2, prompt_ids=(*begin, 1, 1, 1, 1))]
+    requests.append(Request(1, 40 * MS, 64, 2, prompt_ids=(*begin, 2, 2, 2, 2)))
+    requests = through([*requests, Request(2, 40 * MS, tokens, 1)])
+    job = learning(requests[:1] * 3, microbatches=1, until_served=True)
+    job = replace(job, samples=tuple([s._replace(release_ns=10**9) for s in job.samples]))
+    serving = PagedRestart(0.0, prompts="reserved", prefix_caching=True)
+    policy = alchemist(serving, RecordRules(offload=False, hedge=0.0, headroom=0.0))
+    given = {"pages": 340, "host_pages": HOMES + 100, "policy": policy}
+    found = run(requests, job, **given).check()
+    assert {row["status"] for row in found.rows("requests")} == {"finished"}
+    assert found.rows("requests")[1]["cached_tokens"] == len(begin)

@@ -30,7 +30,7 @@ from tests.laws.house import (
 FILES_IN_A_FOLDER = 20
 FILES_IN_A_TESTS_FOLDER = 30
 FILES_IN_A_PACKAGE = {
-    "engine": 51,  # tenants, adapters; progress of training, records; the plan builder
+    "engine": 51,  # tenants, adapters; progress of training, records; shares of a plan's room
     "runtime": 50,  # finetuning beside requests, requests through adapters, checkpoints
     "tandem": 42,  # the protocol of fidelity; the choice of a planner that searches
     "traces": 32,  # samples, and feedback as samples; checkpoints, which simulations read, too

@@ -117,7 +117,7 @@ ROOMS: dict[str, set[str]] = {
 # Modules that may import more than the others of their folder.
 BESIDE: dict[str, set[str]] = {
     "engine.laws.check_policy": {"engine.loop"},
-    "policies.composed": {CONTRACT, "engine.memory.plan_builder"},
+    "policies.composed": {CONTRACT, "engine.memory.dry_run"},
     "policies.scheduling.recorded": {"engine.results.plan_log"},
     "runtime.measure.calibrate": {"engine.results"},  # writes its profile in the tables of a run
 }
@@ -293,10 +293,10 @@ def test_a_wrong_direction_between_packages_is_seen(path: str, line: str, wrong:
         ("policies/kv/a.py", "from policies.scheduling.orca import A", "policies.scheduling.orca"),
         (
             "policies/kv/a.py",
-            "from engine.memory.plan_builder import A",
-            "engine.memory.plan_builder",
+            "from engine.memory.dry_run import A",
+            "engine.memory.dry_run",
         ),
-        ("policies/composed.py", "from engine.memory.plan_builder import A", ""),
+        ("policies/composed.py", "from engine.memory.dry_run import A", ""),
         ("policies/composed.py", "from engine.memory.ledger import A", "engine.memory.ledger"),
         ("policies/scheduling/a.py", "from policies.kv import orca", "policies.kv.orca"),
         (

@@ -48,9 +48,9 @@ def test_lost_bytes_are_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_lost_page_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     back = PagePool._return
 
-    def lose_one(self: PagePool, returned: Any) -> None:
+    def lose_one(self: PagePool, returned: Any, queue: Any) -> None:
         returned.ids.pop()
-        back(self, returned)
+        back(self, returned, queue)
 
     monkeypatch.setattr(PagePool, "_return", lose_one)
     with pytest.raises(BrokenLaw, match="a page is lost"):

@@ -32,7 +32,7 @@ from engine.fast_forward.reads import (
 )
 from engine.laws.check_policy import check_policy
 from engine.loop.engine import Engine, Stalled
-from engine.memory.plan_builder import DryRunPlanBuilder
+from engine.memory.dry_run import DryRunPlanBuilder
 from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart

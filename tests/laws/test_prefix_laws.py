@@ -15,7 +15,7 @@ from hypothesis import given
 from engine.contract.adapters import AdapterSpec
 from engine.contract.layout import Layout
 from engine.contract.plan import Share
-from engine.contract.regions import Tier
+from engine.contract.regions import Tier, Work
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import WatchedPolicy
 from engine.memory.ledger import Sharing
@@ -26,6 +26,7 @@ from policies.routing.round_robin import RoundRobin
 from policies.scheduling.recorded import RecordedPlans
 from policies.sharing.adapters import AdapterMemory
 from policies.sharing.coserve import CoMemory
+from tests.engine.test_records import slices_of
 from tests.policies.finetuning_jobs import PAGE, coserving, layout_of_jobs, random_job
 from tests.support.prefixes import (
     MEMORY,
@@ -106,6 +107,23 @@ def test_a_plan_log_plays_back_byte_for_byte(scheduling: str, memory: str) -> No
     played = replay(policy, requests, pages=31, returns_memory=False).check()
     check_contents(played, requests)
     assert played.booked() == measured.booked() != []
+    assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]
+
+
+@pytest.mark.parametrize("buffers", ["grown", "static"])
+def test_a_log_of_samples_beside_kept_pages_is_played_back(buffers: Any) -> None:
+    """Page for page, also behind the end of the job, whose memory pages take then."""
+    requests, jobs = alike(13, 60, rate=400), [random_job(random.Random(3), 1000, microbatches=1)]
+    given = {"pages": 160, "page": PAGE, "layout": layout_of_jobs(jobs, 160)}
+    policy = coserving(CoMemory(MEMORY["restart"], buffers))
+    measured = replay(policy, [*requests, *jobs], noise=0.4, seed=3, host_ns=9_000, **given)
+    shares = [any(isinstance(op, Share) for op in plan.ops) for plan in measured.plans]
+    update = [any(p.work is Work.UPDATE for p in slices_of(plan)) for plan in measured.plans]
+    assert any(shares[len(update) - update[::-1].index(True) :]), "a job starts on pages behind it"
+    log = RecordedPlans(measured.plan_log())
+    played = replay(log, [*requests, *jobs], returns_memory=False, **given).check()
+    check_contents(played, requests, PAGE)
+    assert played.booked() == measured.booked()
     assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]
 
 

@@ -11,7 +11,7 @@ from engine.contract.policy import Memory, Scheduling
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region, Tier, kv_place
 from engine.contract.view import View
 from engine.loop.profile import EngineProfile
-from engine.memory.plan_builder import DryRunPlanBuilder
+from engine.memory.dry_run import DryRunPlanBuilder
 from policies.kv.paged_restart import PagedRestart
 
 PAGE = PageSize(tokens=4, nbytes=4000)
