@@ -24,7 +24,7 @@ SHARED ?= $(or $(TANDEM_SHARED),../shared)
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all kernels serve check engines bench claims docs notebook gpu gpu-site clean compiled another-torch
+.PHONY: help setup demo test test-ci test-all kernels serve check engines bench claims docs notebook gpu gpu-site clean compiled another-torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,7 +44,10 @@ demo: $(STAMP) ## one trace, simulated and measured on this CPU, compared (TRACE
 		$(if $(TOKENIZER),--tokenizer '$(TOKENIZER)') $(ARGS)
 
 test: $(STAMP) ## the fast tests
-	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -m 'not ci and not slow and not gpu' -n $(JOBS) --dist worksteal $(ARGS)
+
+test-ci: $(STAMP) ## those that CI runs beside the fast tests
+	@$(BIN)/python -m pytest -m 'ci and not slow and not gpu' -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## the slow tests too
 	@$(BIN)/python -m pytest -m 'not gpu' -n $(JOBS) --dist worksteal $(ARGS)

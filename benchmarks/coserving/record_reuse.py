@@ -44,7 +44,8 @@ LEARNING = (
 )
 CALIBRATED = (  # few of its synthetic requests get feedback, and samples start behind records
     *("training.data.chance=0.2", "training.data.delay_s=1", "training.staleness=100"),
-    "training.microbatches=4",
+    *("training.microbatches=4", "trace=random", "trace.range_ratio=0.9"),  # as GPT-2 reads
+    *("trace.input_tokens=160", "trace.output_tokens=64"),
 )
 AFTER = (  # all feedback comes when everything is served, and makes one update
     *("training.data.delay_s=1000", "training.data.delays=fixed", "arrival=all_at_once"),

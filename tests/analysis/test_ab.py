@@ -23,6 +23,8 @@ from analysis.run import load as loaded
 from tandem.cli.__main__ import main
 from tests.support.synthetic import MS, Toy, write
 
+pytestmark = pytest.mark.ci
+
 Maker = Callable[..., Run]
 TWELVE = Toy(
     [i * 30 * MS for i in range(12)],

@@ -27,6 +27,8 @@ from engine.results.schema import TABLES, column, rows_at
 from tandem.cli.__main__ import main
 from tests.support.strategies import cases
 
+pytestmark = pytest.mark.ci
+
 numbers = st.lists(st.integers(-5, 5), max_size=40)
 
 

@@ -21,6 +21,8 @@ from tandem.config.compose import composed
 from tandem.sweeps.grid import grid_of
 from tandem.wiring.run_spec import run_spec_of
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 SWEEPS = [name for name in options("experiment") if axes_of(name)]
 # Half a million numbers in two layers, 16 bytes of states for each; 64 tokens in a microbatch.
 TINY = ("model=micro_llama", "device=cpu", "training.sequence_tokens=32", "training.sequences=2")
@@ -237,6 +239,7 @@ COSERVED += ("training.microbatches=2", "training.data.mean_tokens=32")
 LEARNED = ("training.data.chance=1.0", "training.sequence_tokens=512")
 
 
+@pytest.mark.ci
 @pytest.mark.broad(4)
 @pytest.mark.parametrize(
     ("name", "words"),

@@ -135,6 +135,7 @@ def test_independent_values_are_covered_as_often_as_is_said() -> None:
     assert abs(blocks - 0.95) < 0.082 and abs(single - 0.95) < 0.082
 
 
+@pytest.mark.ci
 def test_blocks_cover_dependent_values_better_than_single_draws() -> None:
     blocks, single = coverage(0.8, 6)
     # The mean's variance is (1 + phi) / (1 - phi) = 9 times that of independent values, so single

@@ -15,6 +15,8 @@ from analysis.training import record_summary, stall_shares
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_probes")]
+
 WORDS = (
     *("policy=alchemist", "training=feedback", "training.publish=a0", "adapters.count=1"),
     *("model=micro_llama", "trace=random", "trace.requests=40", "trace.input_tokens=200"),

@@ -22,6 +22,8 @@ from tandem.wiring.experiment import run_experiment
 from tandem.wiring.run_spec import run_spec_of
 from tests.support.synthetic import MS, Toy, write
 
+pytestmark = pytest.mark.ci
+
 SMALL = ("limit=40", "arrival.rate=16", "budget.kv_pages=300")
 
 

@@ -15,6 +15,7 @@ from analysis.fidelity import DEVICE_PEAK, FINETUNED, KV_PEAK
 from analysis.run import Run, load
 from benchmarks.coserving import adapters as adapters_claim
 from benchmarks.coserving import coserving_fidelity as fidelity
+from benchmarks.coserving import feedback_fidelity, record_reuse, recording_cost
 from benchmarks.coserving import token_deadlines as deadlines
 from benchmarks.coserving.host_share import host_share
 from benchmarks.coserving.memory_split import SPLITS, foreseen, real, smallest_split
@@ -40,6 +41,20 @@ def report(
 
 def worst(found: dict[str, Any], load: float = 0.5) -> float:
     return float(fidelity.judged("budget", found, (load,))["used"].max())
+
+
+CALIBRATIONS = {
+    "record_reuse": (*record_reuse.LEARNING, *record_reuse.CALIBRATED),
+    "recording_cost": (*recording_cost.NEVER, *recording_cost.MODELS[recording_cost.JUDGED]),
+    "feedback_fidelity": feedback_fidelity.LEARNS_ALONE,
+    **{f"feedback_fidelity {k}": (*feedback_fidelity.SERVED, *words)
+       for k, words in feedback_fidelity.POLICIES.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_claims_of_records_calibrate_on_runs_that_fit(name: str) -> None:
+    assert run_spec_of(composed([*CALIBRATIONS[name], "backend=cpu"])).work
 
 
 def test_medians_within_the_bars_pass() -> None:
@@ -194,6 +209,7 @@ def test_bytes_of_an_adapter_are_those_of_the_run() -> None:
     assert sizes == {adapters_claim.formula_bytes(found.spec)}
 
 
+@pytest.mark.ci
 def test_loads_of_adapters_are_equal_on_every_backend() -> None:
     words = [*adapters_claim.ADAPTERS, "model=micro_llama", "adapters.count=6", "limit=6"]
     assert adapters_claim.are_loads_equal([*words, "adapters.zipf=0.2"], 6)

@@ -39,6 +39,8 @@ from tests.support.hand_made import TINY
 from tests.support.short_trace import write_short
 from tests.support.synthetic import TWO, write
 
+pytestmark = pytest.mark.ci
+
 TRAINED = "model=gpt2_shape model.num_layers=40"  # the model of benchmarks/gpu/gpu_training.py
 
 

@@ -98,6 +98,7 @@ def files_kept(words: Sequence[str]) -> list[Path]:
     return sorted(Path("outputs/cache/composed").glob("*"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_comes_back_as_it_was_composed(group: str) -> None:
     for name in options(group):

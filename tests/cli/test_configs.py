@@ -148,6 +148,7 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
         assert bool(promising) == (group in ("scheduling", "memory")), group
 
 
+@pytest.mark.ci
 def test_the_line_of_a_policy_ends_with_its_traits() -> None:
     for group in ("scheduling", "memory"):
         for name, line in options(group).items():

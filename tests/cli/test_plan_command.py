@@ -311,6 +311,7 @@ def test_a_surface_is_written_where_nothing_fits(
     assert len(rows) > 20 and {row[-1] for row in rows[1:]} == {"False"}
 
 
+@pytest.mark.ci
 def test_the_largest_model_is_found_beside_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     """The planner searches for each depth that is tried."""
     assert main(["plan", *PROTRAIN[:-1]]) == 0

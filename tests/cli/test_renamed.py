@@ -264,6 +264,7 @@ def test_an_old_import_in_a_module_beside_is_told_with_its_own_line(
     assert "import engine.view in beside.py:1: engine.view is" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.broad(2)
 @pytest.mark.parametrize("backend", ["sim", "lockstep"])
 def test_an_earlier_run_compares_with_one_of_now(backend: str, earlier: Path) -> None:

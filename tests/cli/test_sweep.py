@@ -344,6 +344,7 @@ def test_a_killed_workers_point_is_tried_again_a_few_times(
     assert not list(Path("out").glob("*.running"))
 
 
+@pytest.mark.ci
 @pytest.mark.broad(2)
 @pytest.mark.parametrize(
     "how",

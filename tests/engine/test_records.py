@@ -135,6 +135,7 @@ def test_samples_start_behind_records(depth: int, offload: bool, modes: Mode) ->
     assert saved >= spared > 100
 
 
+@pytest.mark.ci
 @pytest.mark.broad(4)
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("serving", SERVING)
@@ -190,6 +191,7 @@ def restarts(found: Replay) -> int:
     return sum([row["restarts"] for row in found.rows("requests")])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_are_planned_as_if_records_held_nothing(seed: int, offload: bool) -> None:
@@ -204,6 +206,7 @@ def test_requests_are_planned_as_if_records_held_nothing(seed: int, offload: boo
     assert any(piece.record for plan in found.plans for piece in slices_of(plan))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("offload", [True, False])
 def test_records_cause_no_restart(offload: bool) -> None:
     """In a memory that is too small for the requests.
@@ -257,6 +260,7 @@ def over_a_fast_link(launch: Launch) -> int:
     return 50_000 + 1_000 * sum(p.tokens for p in launch.pieces) + launch.nbytes // 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hedge", [0.0, 0.05])
 @pytest.mark.parametrize("offload", [True, False])
 def test_in_a_burst_records_give_way_first_and_in_one_plan(offload: bool, hedge: float) -> None:

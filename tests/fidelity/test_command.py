@@ -77,6 +77,7 @@ def report() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ci
 def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     drifts: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

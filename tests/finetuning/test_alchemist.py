@@ -15,6 +15,8 @@ from tests.support.replays import Replay, random_requests
 from traces.serving.request import Request, Sample
 from traces.training.recipe import Recipe
 
+pytestmark = pytest.mark.ci
+
 
 def recorded(found: Replay) -> dict[int, str]:
     """What became of each record, by its request."""

@@ -216,6 +216,7 @@ def beginning_alike(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]
     return (*small, "trace=file", *words)
 
 
+@pytest.mark.ci
 def test_kept_pages_give_way_to_samples(beginning_alike: tuple[str, ...]) -> None:
     """Tokens are those of generate, and no memory is in use beyond the device's."""
     expected = run_of("sim", beginning_alike)

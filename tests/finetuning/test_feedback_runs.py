@@ -19,6 +19,8 @@ from tests.finetuning.test_co_serving_runs import SMALL, Run, check_tokens, run_
 from traces.serving.request import Request
 from traces.training.feedback import FeedbackSamples
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 OTHERS = ("training.data.", "training=", "training.until_served")
 WORDS = (
     *[word for word in SMALL if not word.startswith(OTHERS)],
@@ -69,6 +71,7 @@ def test_lockstep_decides_as_a_simulation() -> None:
     assert not any(math.isnan(loss) for loss in found.losses)
 
 
+@pytest.mark.ci
 def test_another_device_trains_on_the_feedback_of_a_run(tmp_path: Path) -> None:
     """A separate cluster: each sample comes when it came to that run, and has its ids."""
     served = (*WORDS, "backend=cpu")

@@ -19,6 +19,8 @@ from tests.finetuning.test_feedback_runs import WORDS
 from tests.finetuning.test_record_runs import STALE
 from tests.finetuning.test_record_runs import WORDS as RECORDS
 
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_probes")]
+
 
 def operations(folder: Path) -> list[list[Any]]:
     """By plan, what it does; frees are written where the engine gave memory back itself."""

@@ -31,6 +31,8 @@ from tests.support.reference import compare, generate
 from traces.serving.request import Request
 from traces.store import write_trace
 
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_probes")]
+
 WORDS = (
     *("policy=coserve_adapters", "adapters.count=3", "adapters.rank=4", "training.publish=a0"),
     *("training.recipe.lora_rank=4", "training.microbatches=1", "adapters.zipf=0.5"),

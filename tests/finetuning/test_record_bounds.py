@@ -14,6 +14,8 @@ from tests.finetuning.test_feedback_runs import requests_of
 from tests.finetuning.test_record_runs import SAMPLE, WORDS, plain_model
 from tests.finetuning.windows_by_hand import ALL, GATED, Gradients, distance, float64, furthest
 
+pytestmark = pytest.mark.ci
+
 FAMILIES = ("llama", "gpt2")
 MODELS = {"llama": (), "gpt2": GPT2, "opt": ("model=opt_125m", "model.num_kv_heads=4")}
 AS_ONE = 1.25  # times the distance of plain torch from float64, as of windows without records

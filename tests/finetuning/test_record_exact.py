@@ -18,6 +18,8 @@ from tests.finetuning.test_record_bounds import settings_of
 from tests.finetuning.test_record_runs import SAMPLE, plain_model
 from tests.training.trainings import differing
 
+pytestmark = pytest.mark.ci
+
 REQUESTS = 4
 CHANGED = (
     *("arrival", "trace.", "training.microbatches", "training.data.chance"),

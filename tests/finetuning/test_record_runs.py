@@ -30,6 +30,8 @@ from tests.support.prefixes import alike
 from tests.training.trainings import differing
 from traces.store import write_trace
 
+pytestmark = pytest.mark.ci
+
 __all__ = ["published"]  # a fixture
 
 OTHERS = ("training.data.", "training=", "training.until_served", "policy=", "scheduling.")

@@ -21,6 +21,8 @@ from tests.finetuning.test_co_serving_runs import (
 )
 from tests.training.trainings import differing
 
+pytestmark = pytest.mark.ci
+
 SPATIAL = (
     *("policy=spatial", "scheduling.serving.token_budget=40"),
     *[word for word in SMALL if not word.startswith(("policy=", "scheduling."))],

@@ -30,6 +30,8 @@ from tests.support.hand_made import FAMILIES, own_model
 from traces.serving.request import Sample
 from traces.training.recipe import Recipe
 
+pytestmark = pytest.mark.ci
+
 KINDS = ("lora_all", "lora_attention", "lora_down", "full")
 
 

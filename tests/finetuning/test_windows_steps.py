@@ -21,6 +21,8 @@ from tests.finetuning.windows_by_hand import (
 )
 from traces.serving.request import Sample
 
+pytestmark = pytest.mark.ci
+
 STEPS, MICROBATCHES = 20, 2
 SAMPLES = (Sample(31), Sample(44, 9), Sample(7), Sample(52, 20), Sample(25))
 

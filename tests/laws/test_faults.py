@@ -154,6 +154,7 @@ def test_two_calibrations_may_not_share_a_folder(
     assert "profile: another calibration is running there" in line(capsys)
 
 
+@pytest.mark.ci
 def test_what_finds_no_room_on_the_host_restarts(tmp_path: Path) -> None:
     """Nothing is lost and the host never overflows; where it is full, with real copies, too."""
     write_short(tmp_path)

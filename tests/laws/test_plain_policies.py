@@ -44,6 +44,8 @@ from tests.support.schedulings import Drawn, going_by, remembering, schedulings
 from tests.support.strategies import room, traces
 from traces.serving.request import Request
 
+pytestmark = pytest.mark.ci
+
 MEMORY: dict[str, Any] = {
     "paged_restart": PagedRestart(),
     "paged_swap": PagedSwap(),

@@ -26,6 +26,8 @@ from tests.support.pressure import (
 )
 from tests.training.trainings import differing, plain, run_spec, state_bytes, train
 
+pytestmark = pytest.mark.ci
+
 
 def knobs(persistent: int, buffers: int, swaps: int, checkpoints: int, *more: str) -> Words:
     names = ("persistent", "buffers", "swaps", "checkpoints")

@@ -106,6 +106,7 @@ WORLDS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.broad(3)
 @pytest.mark.parametrize(("words", "bar"), WORLDS.values(), ids=WORLDS)
 def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
@@ -127,6 +128,7 @@ def test_a_configuration_runs_in_the_peak_that_is_foreseen_and_takes_its_time(
     assert np.percentile(errors, 95) <= bar and not same
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_configuration_runs_in_the_host_memory_that_is_foreseen(dtype: str) -> None:
     """Beside the device's. States that do not persist are on the host all the time; all gradients
@@ -221,6 +223,7 @@ def test_few_configurations_of_a_20b_model_are_timed() -> None:
     assert sum(timed) < len(space.model.placements.pairs) * len(space.pairs()[0]) / 2
 
 
+@pytest.mark.ci
 def test_a_deep_model_is_searched_by_some_numbers_of_each_knob() -> None:
     """With both ends of each, and with all blocks offloaded or computed again."""
     deep = ("model=micro_llama", "model.num_layers=200", "device=cpu", "planner.chunk_elements=0")

@@ -33,6 +33,8 @@ from tandem.wiring.run_spec import run_spec_of
 from tests.support.pressure import CLIP, DROPOUT, JOB, LORA, TIED, Words
 from tests.training.trainings import differing, plain, run_spec, state_bytes, train
 
+pytestmark = pytest.mark.ci
+
 LEVELS = "planner.levels=12"
 STEPS = "training.num_steps=6"
 RECIPES: dict[str, Words] = {

@@ -172,6 +172,7 @@ def test_a_log_with_new_versions_is_played_back_on_a_host_that_has_no_room_for_a
     assert played.booked() == run.booked()
 
 
+@pytest.mark.ci
 def test_adapters_that_no_request_needs_give_way_to_finetuning() -> None:
     """Their copies would fill the device, also while nothing is served, and no window would run."""
     recipe = Recipe(lora_rank=4)

@@ -41,6 +41,8 @@ from tests.sim.test_two_lanes import Flat
 from tests.support.replays import Replay, random_requests, replay
 from traces.serving.request import Request, Sample
 
+pytestmark = pytest.mark.ci
+
 SERVING = ChunkedPrefill(BUDGET, 12)
 SCHEDULINGS = {"spatial": Spatial(SERVING), "limited": CoServe(SERVING, BUDGET)}
 

@@ -42,6 +42,8 @@ from tests.support.states import sliced, view
 from tests.support.strategies import TIMING, cases, room, sessions, traces
 from traces.serving.request import Request, Sample
 
+pytestmark = pytest.mark.ci
+
 CHUNKED, CONTINUOUS = ChunkedPrefill(token_budget=48, max_jobs=12), ContinuousBatching(128, 12)
 SERVING: dict[str, Scheduling] = {
     "chunked": CHUNKED,

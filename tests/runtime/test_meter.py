@@ -31,6 +31,7 @@ def aligned() -> Arena:
     return arena
 
 
+@pytest.mark.ci
 def test_the_memory_of_training_is_read_beside_what_is_served(tmp_path: Path) -> None:
     words = ["model=micro_llama", "policy=time_shared", "training=random", "backend=lockstep"]
     words += ["training.sequence_tokens=32", "trace=random", "trace.requests=3"]

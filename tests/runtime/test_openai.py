@@ -27,6 +27,8 @@ from tandem.wiring.experiment import run_experiment
 from tests.support.servers.fake_server import METRICS, FakeServer
 from traces.serving.request import Request, prompt_of
 
+pytestmark = pytest.mark.ci
+
 MS = 1_000_000
 
 

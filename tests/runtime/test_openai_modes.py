@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from runtime.client.openai import Server, replay
 from runtime.client.sse import StreamLimits
 from tests.support.servers.fake_server import FakeServer
 from tests.support.servers.server_modes import FINISHED, MODES, REFUSED
 from traces.serving.request import Request, prompt_of
+
+pytestmark = pytest.mark.ci
 
 MS = 1_000_000
 EACH = 2  # requests of a mode

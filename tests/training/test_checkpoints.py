@@ -24,6 +24,8 @@ from tests.support.pressure import BF16, CLIP, DROPOUT, LORA, SGD, TIED, Words, 
 from tests.training.trainings import SMALL, differing, plain
 from traces.training.checkpoints import newest_checkpoint, read_checkpoint, step_folder
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 STEPS = 5
 JOB = (
     *SMALL,
@@ -71,6 +73,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all([torch.equal(one[name], other[name]) for name in one])
 
 
+@pytest.mark.ci
 @pytest.mark.broad(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -89,6 +92,7 @@ def test_a_resumed_job_ends_as_if_it_had_never_stopped(
         assert_equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.ci
 def test_a_checkpoint_goes_on_under_another_policy_and_on_threads(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", "policy=patrickstar", DROPOUT, *SAVES,
                 *POLICIES["patrickstar"])  # fmt: skip
@@ -106,6 +110,7 @@ OVERLAPPED: dict[str, Words] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", OVERLAPPED)
 def test_what_a_checkpoint_copies_stays_while_other_lanes_go_on(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,8 +137,9 @@ def test_what_a_checkpoint_copies_stays_while_other_lanes_go_on(
         assert_equal(found, right)
 
 
+@pytest.mark.ci
 def test_a_run_that_a_signal_ended_is_resumed(tmp_path: Path) -> None:
-    words = (*JOB, "policy=zero3_offload", DROPOUT, "training.num_steps=200", "backend=cpu")
+    words = (*JOB, "policy=zero3_offload", DROPOUT, "training.num_steps=100", "backend=cpu")
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "tandem.cli", "run", *words, "training.checkpoint_every=5"]
     child = subprocess.Popen([*command, f"hydra.run.dir={folder}"], stdout=subprocess.DEVNULL)
@@ -147,7 +153,7 @@ def test_a_run_that_a_signal_ended_is_resumed(tmp_path: Path) -> None:
         child.wait()
     resumed = run(tmp_path / "resumed", *words[len(JOB) :], f"training.resume={folder}")
     whole = run(tmp_path / "whole", *words[len(JOB) :])
-    assert 0 < len(losses(resumed)) < 200
+    assert 0 < len(losses(resumed)) < 100
     assert losses(resumed) == losses(whole)[-len(losses(resumed)) :]
 
 
@@ -155,6 +161,7 @@ class Killed(Exception):
     """In the place of a signal."""
 
 
+@pytest.mark.ci
 def test_a_killed_run_is_resumed_by_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +303,7 @@ def test_a_simulation_trains_the_steps_that_are_left(tmp_path: Path) -> None:
     assert list(load(resumed).training["step"]) == [4]
 
 
+@pytest.mark.ci
 def test_the_time_of_a_checkpoint_is_none_of_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,8 @@ from tests.training.trainings import (
     train_at,
 )
 
+pytestmark = pytest.mark.ci
+
 
 class Slow(StandIn):
     """Streams whose launches have ended at the third poll, or behind a wait of a thread."""

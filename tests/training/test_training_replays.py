@@ -13,6 +13,8 @@ from tandem.wiring.experiment import run_experiment
 from tests.support.pressure import CASES, JOB, POLICIES, pressing
 from tests.training.trainings import SMALL
 
+pytestmark = pytest.mark.ci
+
 BYTES = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
 CHOSEN = ("policy=", "planner.", "memory.")  # by the run that is played back
 PAIRS = [

@@ -18,6 +18,8 @@ from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import provenance_in
 
+pytestmark = pytest.mark.ci
+
 WORDS = ("trace=none", "training=random", "model=micro_llama", "policy=zero3_offload")
 WORDS += ("training.sequence_tokens=16", "training.num_steps=3", "budget.device_bytes=3000000")
 OF_SERVING = ("num_", "request", "ttft", "kv_usage", "restarts", "output_", "goodput")
