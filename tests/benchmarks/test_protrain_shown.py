@@ -110,16 +110,12 @@ SHOWN = {
     "laid out anew at each step: bit for bit": (
         f"{REPLANNED}::test_a_job_that_is_laid_out_anew_at_each_step_trains_as_plain_torch"
     ),
+    "twelve configurations measured on the service clock; estimator against cpu, three recipes": (
+        "benchmarks/fidelity/protrain_measured.py"
+    ),
     "published ratios to ZeRO-3 on four A100": "benchmarks/scale/protrain_published.py",
 }
 ABSENT = {
-    "twelve configurations measured on the service clock": (
-        "the choice was the fastest of them (benchmarks/results/protrain_measured.csv), but the "
-        "claim fails by the rows below"
-    ),
-    "estimator against cpu, three recipes": (
-        "protrain_measured fails: five of eight configurations are within 5 % on the service clock"
-    ),
     "no swaps on an RTX 3090": (
         "16, 1, 16 and 16 of 50 blocks swap at batch 4 to 16, since steps are faster so, by 0.0 to "
         "2.6 % (protrain_published)"
