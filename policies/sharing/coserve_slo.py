@@ -103,9 +103,8 @@ class CoServeSlo:
         limit_ns = self.limit_ns(bool(serves))
         if serves and self.kind == "token":
             left_ns = self._due_ns(view) - view.now_ns - self._in_flight_ns(view, view.cost)
-            if any(
-                [_begins_answer(piece, view) for piece in serves]
-            ):  # its second token is due then
+            if any([_begins_answer(piece, view) for piece in serves]):
+                # Its second token is due then.
                 left_ns = min(left_ns, self.slo_s * 1e9)
             limit_ns = (1 - self.margin) * left_ns if left_ns < inf else limit_ns
         return (*serves, *_Step(self, job, serves, view, view.cost, limit_ns).slices())

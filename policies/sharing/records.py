@@ -501,9 +501,12 @@ class HeldSamples:
 
 def _unshared(nbytes: Mapping[Place, int], pages: KeptPages, page_nbytes: int) -> dict[Place, int]:
     """Bytes by place that come back: of keys and values only pages that no other place holds."""
-    is_shared = {p for p in nbytes if p.region.kind is Kind.KV and p.tier is Tier.GPU}
-    back = {place: pages.free(place) * page_nbytes for place in nbytes if place in is_shared}
-    return {place: back.get(place, size) for place, size in nbytes.items()}
+
+    def back(place: Place, size: int) -> int:
+        may_share = place.region.kind is Kind.KV and place.tier is Tier.GPU
+        return pages.free(place) * page_nbytes if may_share else size
+
+    return {place: back(place, size) for place, size in nbytes.items()}
 
 
 def by_pool(nbytes: Mapping[Place, int]) -> Counter[Pool]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 
 from hypothesis import strategies as st
 
-from engine.contract.executor import Launch
+from engine.contract.executor import Launch, Piece
 from engine.contract.regions import PageSize
 from engine.laws.check_replay import Contents, Token
 from policies.composed import Composed
@@ -66,15 +66,19 @@ def named(requests: Sequence[Request]) -> Token:
 
 def check_contents(run: Replay, requests: Sequence[Request], page: PageSize = PAGE) -> int:
     """Checks what every launch read; returns how many tokens were found instead of computed."""
-    launches = ((_on_pages(row[4], page), row[3]) for row in run.recorder.steps)
+    served = {request.request_id for request in requests}
+    launches = ((_on_pages(row[4], page, served), row[3]) for row in run.recorder.steps)
     Contents(page, named(requests)).carry_out(launches)
     return sum(outcome.cached_tokens for outcome in run.recorder.outcomes.values())
 
 
-def _on_pages(launch: Launch, page: PageSize) -> Launch:
+def _on_pages(launch: Launch, page: PageSize, served: Container[int]) -> Launch:
     """Without the pieces of samples that go back: their keys and values leave layer by layer."""
-    size = page.tokens
-    pieces = [p for p in launch.pieces if len(p.pages) * size >= p.context_tokens + p.tokens]
+
+    def has_all(piece: Piece) -> bool:
+        return len(piece.pages) * page.tokens >= piece.context_tokens + piece.tokens
+
+    pieces = [p for p in launch.pieces if p.job_id in served or has_all(p)]
     return replace(launch, pieces=tuple(pieces))
 
 
