@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.metrics import summary
-from analysis.training import finetuning_summary
+from analysis.training import finetuning_summary, record_summary
 from benchmarks.coserving.feedback_fidelity import LEARNING, SERVED
 from benchmarks.coserving.token_deadlines import kept_share
 from benchmarks.fidelity.cases import finish, say
@@ -65,7 +65,7 @@ def main() -> int:
             used = (1 - shares[0]) / (1 - KEPT)
             rows.append((case, "in_time", shares[0], KEPT, used))
             rows.append((case, "in_time, nothing recorded", shares[1], float("nan"), float("nan")))
-            hits = finetuning_summary(own)["record_hit_rate"]
+            hits = record_summary(own)["record_hit_rate"]
             rows.append((case, "records used", hits, float("nan"), float("nan")))
             for name, rate in zip(("trained", "trained, nothing recorded"), rates, strict=True):
                 rows.append((case, f"{name} tokens/s", rate, float("nan"), float("nan")))
