@@ -145,7 +145,9 @@ class ServedAdapters:
                 rows.setdefault(version.place(), []).extend(range(start, stop))
         if not rows:
             return None
-        return AdaptedRows(self, {place: torch.tensor(own) for place, own in rows.items()})
+        device = self._store.device
+        found = {place: torch.tensor(own, device=device) for place, own in rows.items()}
+        return AdaptedRows(self, found)
 
     def products(
         self, region: Region, products: Mapping[int, LayerProduct]

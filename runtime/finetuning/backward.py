@@ -15,9 +15,58 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from runtime.finetuning.products import ATTENTION, LOG_SUMS, Role, unpacked_signs, unread
-from runtime.finetuning.recording import WindowKV, weight_of
+from runtime.finetuning.recording import (
+    WindowKV,
+    by_kv_head,
+    head_runs,
+    scores_of,
+    weight_of,
+)
 
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def attention_gradients(
+    given: Tensor, query: Tensor, key: Tensor, value: Tensor, known: tuple[Tensor, ...],
+    mask: Tensor | None, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value of `attend_with_sums`.
+
+    Args:
+        given: That of its output, [N, heads, T, D].
+        query: As the forward had it, as are key, value, mask and scale.
+        known: What the forward has returned.
+    """
+    if query.device.type == "cpu":  # the kernel that SDPA's own backward calls
+        found: tuple[Tensor, Tensor, Tensor] = flash_backward(
+            given, query, key, value, *known, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        return found
+    return gradients_by_products(given, query, key, value, known, mask, scale)
+
+
+def gradients_by_products(
+    given: Tensor, query: Tensor, key: Tensor, value: Tensor, known: tuple[Tensor, ...],
+    mask: Tensor | None, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `attention_gradients`, on any device: the softmax again, from the sums of its rows."""
+    (out, sums), tokens = known, query.shape[2]
+    to_query, to_key, to_value = (list[Tensor]() for _ in range(3))
+    for heads, kv in head_runs(query, key):
+        keys, values = key[:, kv], value[:, kv]
+        rows, back, outs, row_sums = (
+            by_kv_head(part[:, heads], keys.shape[1]) for part in (query, given, out, sums)
+        )
+        weights = scores_of(query[:, heads], keys, mask, scale)
+        weights.sub_(row_sums.unsqueeze(-1)).exp_()
+        to_value.append(weights.to(query.dtype).transpose(-1, -2) @ back)
+        inner = (back.to(weights.dtype) * outs.to(weights.dtype)).sum(-1, keepdim=True)
+        to_scores = (back @ values.transpose(-1, -2)).to(weights.dtype).sub_(inner)
+        to_scores.mul_(weights).mul_(query.shape[3] ** -0.5 if scale is None else scale)
+        narrow = to_scores.to(query.dtype)
+        to_query.append((narrow @ keys).unflatten(2, (-1, tokens)).flatten(1, 2))
+        to_key.append(narrow.transpose(-1, -2) @ rows)
+    return torch.cat(to_query, 1), torch.cat(to_key, 1), torch.cat(to_value, 1)
 
 
 class KnownProduct(torch.autograd.Function):
@@ -72,14 +121,12 @@ class KnownAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        """By the kernel that SDPA's own backward calls."""
+        """From what the forward has returned."""
         (query,) = ctx.saved_tensors
-        ((out, log_sums), (keys, values), mask, scale, sums), ctx.how = ctx.how, None
-        is_causal = mask is None
-        to_query, to_keys, to_values = flash_backward(
-            given[0], query, keys, values, out, log_sums, 0.0, is_causal,
-            attn_mask=mask, scale=scale,
-        )  # fmt: skip
+        (known, (keys, values), mask, scale, sums), ctx.how = ctx.how, None
+        to_query, to_keys, to_values = attention_gradients(
+            given[0], query, keys, values, known, mask, scale
+        )
         if sums is not None:
             start, stop = keys.shape[2] - query.shape[2], keys.shape[2]
             for part, fresh in enumerate((to_keys, to_values)):

@@ -44,7 +44,7 @@ class SampleWindow(NamedTuple):
     sample: Sample
     start: int
     tokens: int
-    table: Tensor  # page ids as far as the window's last token
+    table: Tensor  # page ids as far as the window's last token, on the device
     record: Record | None = None  # what the sample uses of one
 
     @property
@@ -60,8 +60,8 @@ class SampleWindow(NamedTuple):
 
     @property
     def positions(self) -> Tensor:
-        """[1, tokens]."""
-        return torch.arange(self.start, self.stop)[None]
+        """[1, tokens], on the device."""
+        return torch.arange(self.start, self.stop, device=self.table.device)[None]
 
 
 class Finetuner:
@@ -102,8 +102,10 @@ class Finetuner:
         self._away = {u for u, unit in enumerate(layout.units) if unit.mode is Mode.OFFLOAD}
         self._firsts = list[int]()  # first tokens of the windows of the sample under way
         self._at = {p: i for chunk in self._states.chunks for i, p in enumerate(chunk)}
-        self._losses = torch.full((job.num_steps * job.microbatches,), torch.nan)
-        self._so_far = torch.zeros(())  # loss of the sample under way
+        self._device = store.device
+        count = job.num_steps * job.microbatches
+        self._losses = torch.full((count,), torch.nan, device=self._device)
+        self._so_far = torch.zeros((), device=self._device)  # loss of the sample under way
         self._ids: Mapping[int, Tensor] = {}  # by microbatch
         rows = enumerate(job.samples)
         self._number = {s.request: i for i, s in rows if s.request is not None}  # of feedback
@@ -117,7 +119,7 @@ class Finetuner:
 
     # ---- windows forward
     def ids(self, microbatch: int, sample: Sample) -> Tensor:
-        """Token ids of a sample, [1, tokens]. Safe to call from several threads.
+        """Token ids of a sample on the host, [1, tokens]. Safe to call from several threads.
 
         Those of the next samples are drawn with them: code that was not run for long runs slowly.
         """
@@ -137,8 +139,7 @@ class Finetuner:
         """Runs a window through all units by the modules; `slots` are for its keys and values."""
         self._begin(window)
         trainee, positions = self.trainee, window.positions
-        ids = self.ids(window.microbatch, window.sample)[:, window.start : window.stop]
-        hidden, turns = trainee.embed(ids, positions), trainee.turns(positions)
+        hidden, turns = self._embedded(window), trainee.turns(positions)
         for index, roles in enumerate(trainee.roles):
             recording = Recording(roles, self._kv(window), slots)
             with recording:
@@ -202,7 +203,7 @@ class Finetuner:
         """
         trainee, microbatch, sample = self.trainee, window.microbatch, window.sample
         gradient = torch.zeros_like(hidden[0])
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=self._device)
         if rows_count := sample.loss_rows(window.start, window.stop):
             low, count = window.stop - rows_count, sample.labels(0, sample.tokens)
             labels = self.ids(microbatch, sample)[0, low + 1 : window.stop + 1]
@@ -212,7 +213,7 @@ class Finetuner:
             parameters, trained = self._trained(trainee.num_units - 1)
             with torch.enable_grad():
                 rows = hidden[:, low - window.start :].detach().requires_grad_()
-                found = trainee.loss(rows, labels) / count
+                found = trainee.loss(rows, self._sent(labels)) / count
                 root = found / self.job.microbatches
             to_rows, *to_parameters = torch.autograd.grad(root, [rows, *parameters])
             gradient[low - window.start :] = to_rows[0]
@@ -337,10 +338,18 @@ class Finetuner:
 
     def _embedding(self, window: SampleWindow, given: Tensor) -> None:
         parameters, trained = self._trained(0)
-        ids = self.ids(window.microbatch, window.sample)[:, window.start : window.stop]
         with torch.enable_grad():
-            out = self.trainee.embed(ids, window.positions)
+            out = self._embedded(window)
         self._add(trained, torch.autograd.grad(out, parameters, given[None]))
+
+    def _embedded(self, window: SampleWindow) -> Tensor:
+        """The rows of a window below the first layer, [1, tokens, hidden]."""
+        ids = self.ids(window.microbatch, window.sample)[:, window.start : window.stop]
+        return self.trainee.embed(self._sent(ids), window.positions)
+
+    def _sent(self, numbers: Tensor) -> Tensor:
+        """Ids or labels on the device, in the order of its stream."""
+        return numbers.to(self._device, non_blocking=True)
 
     def _passing(self, total: int, launch: str) -> Tensor:
         """The gradient of the sample's hidden states, [tokens, hidden], as one tensor."""
@@ -359,7 +368,8 @@ class Finetuner:
         shape = (total, *self._arena.pages.shape[3:])
         stay = self._store.find(region, Tier.GPU, "a window back", as_new=False)
         if not stay.storages:
-            self._store.put(region, [torch.zeros(shape, dtype=dtype).untyped_storage()])
+            zeros = torch.zeros(shape, dtype=dtype, device=self._device)
+            self._store.put(region, [zeros.untyped_storage()])
         sums = typed(present(stay.storages[0]), dtype, shape)
         return sums.zero_() if window.stop == total else sums
 
@@ -443,7 +453,8 @@ class Finetuner:
         stay = self._store.find(region, Tier.GPU, f"job {self.job.job_id}", as_new=False)
         count, dtype = sum(self._states.sizes[chunk]), wide(self.trainee.dtype)
         if not stay.storages:
-            self._store.put(region, [torch.zeros(count, dtype=dtype).untyped_storage()])
+            zeros = torch.zeros(count, dtype=dtype, device=self._device)
+            self._store.put(region, [zeros.untyped_storage()])
         return typed(present(stay.storages[0]), dtype, (count,))
 
     # ---- places

@@ -189,7 +189,8 @@ class FinetuningMachine(Machine[Prepared | PreparedWindows]):
         start, tokens, packer = piece.context_tokens, piece.tokens, self.serving.packer
         count = -(-(start + tokens) // packer.page_tokens)
         pages = packer.transcripts[own.job.job_id].pages[:count]  # a copy, which stays
-        table = torch.frombuffer(pages, dtype=torch.int64)
+        on_host = torch.frombuffer(pages, dtype=torch.int64)
+        table = on_host.to(self.serving.device, non_blocking=True)
         given = (start, tokens, table, _record_of(own))
         return SampleWindow(own.microbatch, _sample_of(own), *given)
 

@@ -137,7 +137,8 @@ class FinetunedModel:
         """What every layer is told of positions, [1, tokens]."""
         told: dict[str, Any] = {"position_ids": positions}
         if self._rotary is not None:
-            told["position_embeddings"] = self._rotary(torch.empty(0, dtype=self.dtype), positions)
+            like = torch.empty(0, dtype=self.dtype, device=positions.device)
+            told["position_embeddings"] = self._rotary(like, positions)
         return told
 
     def layer(self, index: int, hidden: Tensor, turns: dict[str, Any], meta: Any) -> Tensor:

@@ -161,19 +161,21 @@ def packed_signs(rows: Tensor) -> Tensor:
     bits = rows.gt(0).view(torch.uint8)
     if lacks := -bits.shape[-1] % BITS:
         bits = pad(bits, (0, lacks))
-    packed: Tensor = bits.unflatten(-1, (-1, BITS)).mul_(_powers()).sum(-1, dtype=torch.uint8)
+    packed: Tensor = (
+        bits.unflatten(-1, (-1, BITS)).mul_(_powers(rows.device)).sum(-1, dtype=torch.uint8)
+    )
     return packed
 
 
 def unpacked_signs(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """One for each bit, and zero where none is, [T, width]: alike to a ReLU's backward."""
-    ones = packed.unsqueeze(-1).bitwise_and(_powers()).ne_(0)
+    ones = packed.unsqueeze(-1).bitwise_and(_powers(packed.device)).ne_(0)
     return ones.flatten(-2)[..., :width].to(dtype)
 
 
 @cache
-def _powers() -> Tensor:
-    return torch.tensor([1 << bit for bit in range(BITS)], dtype=torch.uint8)
+def _powers(device: torch.device) -> Tensor:
+    return torch.tensor([1 << bit for bit in range(BITS)], dtype=torch.uint8, device=device)
 
 
 def unread(rows: Tensor, width: int) -> Tensor:

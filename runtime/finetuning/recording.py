@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +19,12 @@ from runtime.finetuning.products import (
     packed_signs,
     rectified,
     unread,
+    wide,
 )
 from runtime.serving.kv import Arena
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA calls on a CPU
+SCORES_BYTES = 1 << 26  # of attention by products: scores of so many bytes are made at once
 
 
 def weight_of(func: Any, args: Sequence[Any]) -> Tensor | None:
@@ -30,6 +32,76 @@ def weight_of(func: Any, args: Sequence[Any]) -> Tensor | None:
     if func is linear:
         return args[1]  # type: ignore[no-any-return]
     return args[2] if func is torch.addmm else None
+
+
+def attend_with_sums(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention, with what its backward reads.
+
+    On a CPU by the kernel of SDPA; elsewhere by plain products, since kernels of other devices give
+    sums in forms of their own.
+
+    Args:
+        query: [N, heads, T, D].
+        key: [N, kv_heads, S, D].
+        value: [N, kv_heads, S, D].
+        mask: [1, 1, T, S], added to the scores; None: causal, where T is S.
+        scale: Of the scores; None: one over the root of D.
+
+    Returns:
+        [N, heads, T, D], and the logarithm of the sum of each row, [N, heads, T].
+    """
+    if query.device.type == "cpu":
+        out, sums = flash(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+        return out, sums
+    return attend_by_products(query, key, value, mask, scale)
+
+
+def attend_by_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """As `attend_with_sums`, on any device."""
+    outs, sums = list[Tensor](), list[Tensor]()
+    for heads, kv in head_runs(query, key):
+        scores = scores_of(query[:, heads], key[:, kv], mask, scale)
+        sums.append(torch.logsumexp(scores, -1))
+        weights = scores.sub_(sums[-1].unsqueeze(-1)).exp_().to(query.dtype)
+        outs.append(weights @ value[:, kv])
+    tokens = query.shape[2]
+    out, sum_rows = torch.cat(outs, 1), torch.cat(sums, 1)
+    return (
+        out.unflatten(2, (-1, tokens)).flatten(1, 2),
+        sum_rows.unflatten(2, (-1, tokens)).flatten(1, 2),
+    )
+
+
+def head_runs(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Heads, and their KV heads, whose scores take SCORES_BYTES at most; one KV head at least."""
+    kv_heads, shared = key.shape[1], query.shape[1] // key.shape[1]
+    pairs = len(query) * query.shape[2] * key.shape[2]
+    step = max(1, SCORES_BYTES // (shared * pairs * wide(query.dtype).itemsize))
+    for low in range(0, kv_heads, step):
+        high = min(low + step, kv_heads)
+        yield slice(low * shared, high * shared), slice(low, high)
+
+
+def by_kv_head(rows: Tensor, kv_heads: int) -> Tensor:
+    """[N, heads, T, ..] -> [N, kv_heads, heads that share one * T, ..]."""
+    found: Tensor = rows.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return found
+
+
+def scores_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The scores of rows by KV head, [N, kv_heads, heads that share it * T, S], in a wide dtype."""
+    (tokens, size), keys = query.shape[2:], key.shape[2]
+    found = (by_kv_head(query, key.shape[1]) @ key.transpose(-1, -2)).to(wide(query.dtype))
+    found *= size**-0.5 if scale is None else scale
+    if mask is None:
+        shape = (tokens, keys)
+        mask = torch.full(shape, float("-inf"), dtype=query.dtype, device=query.device).triu_(1)
+    found.view(*found.shape[:2], -1, tokens, keys).add_(mask)
+    return found
 
 
 class WindowKV:
@@ -66,7 +138,8 @@ class WindowKV:
         if not self.start:
             return None
         shape = (1, 1, self.tokens, self.start + self.tokens)
-        return torch.full(shape, float("-inf"), dtype=dtype).triu_(self.start + 1)
+        mask = torch.full(shape, float("-inf"), dtype=dtype, device=self._table.device)
+        return mask.triu_(self.start + 1)
 
 
 class Recording(TorchFunctionMode):
@@ -110,7 +183,7 @@ class Recording(TorchFunctionMode):
         if self._kv.start or self._slots is None:
             key, value = self._kv.read(layer)
         mask = self._kv.mask(query.dtype)
-        out, sums = flash(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+        out, sums = attend_with_sums(query, key, value, mask, scale)
         rows: Tensor = out[0].transpose(0, 1)
         self.kept[ATTENTION] = own(rows.flatten(1))
         self.kept[LOG_SUMS] = own(sums[0].transpose(0, 1))
@@ -235,8 +308,8 @@ class Fusing(TorchFunctionMode):
     ) -> Tensor:
         window = self._windows[self._slices]
         self._slices += 1
+        assert is_causal is (attn_mask is None), "a slice is masked, or causal as it is"
         mask = None if attn_mask is None else attn_mask[None, None]
-        out: Tensor
-        out, sums = flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+        out, sums = attend_with_sums(query, key, value, mask, scale)
         window.attended(out, sums)
         return out

@@ -26,6 +26,7 @@ from tandem.wiring.machines import (
     links_of,
     on_cpu,
     on_gpus,
+    runs_adapters,
     served,
     warn_of_pinned,
 )
@@ -338,7 +339,9 @@ def _cuda(run_spec: RunSpec, attention: Any = None) -> Iterator[Backend]:
 
     warn_of_pinned(run_spec)
     without_cudnn_attention()
-    kernels = bool(run_spec.requests) and are_chosen(attention)
+    # Windows and rows through adapters attend by torch: the kernels keep nothing for a backward.
+    serves = bool(run_spec.requests) and not runs_adapters(run_spec)
+    kernels = serves and are_chosen(attention)
     if kernels:
         check_shape(run_spec.spec)
     gc.collect()  # an earlier run of this process may still hold the memory

@@ -106,7 +106,7 @@ def on_cpu(run_spec: RunSpec) -> Machine[Any]:
     from runtime.serving.model import build_model
 
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
-    if finetunes(run_spec) or run_spec.room.layout.adapters:
+    if runs_adapters(run_spec):
         return finetuning_machine(run_spec)
     training = training_machine(run_spec)
     if not run_spec.requests:
@@ -120,8 +120,13 @@ def finetunes(run_spec: RunSpec) -> bool:
     return any(trainee.job.finetunes for trainee in run_spec.trainees)
 
 
-def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
-    """What serves and finetunes on this CPU: adapters over the one model that is served.
+def runs_adapters(run_spec: RunSpec) -> bool:
+    """Whether jobs of a run finetune in windows, or requests run through adapters."""
+    return finetunes(run_spec) or bool(run_spec.room.layout.adapters)
+
+
+def finetuning_machine(run_spec: RunSpec, device: str = "cpu") -> FinetuningMachine:
+    """What serves and finetunes on a device: adapters over the one model that is served.
 
     Requests may run through adapters, too; there may be none.
     """
@@ -137,9 +142,9 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
             f"replicas={run_spec.replicas}: finetuning beside requests, and requests through "
             "adapters, are computed on one device; take replicas=1, or backend=sim"
         )
-    (serving,) = machines(run_spec, [build_model(run_spec.spec, run_spec.seed)])
+    (serving,) = machines(run_spec, [build_model(run_spec.spec, run_spec.seed, device)], [device])
     served, arena = serving.decoder.model, serving.arenas[Tier.GPU, 0]
-    store, layout, found = RegionStore(), run_spec.room.layout, dict[int, Any]()
+    store, layout, found = RegionStore(device), run_spec.room.layout, dict[int, Any]()
     recipes = {adapter.name: adapter.recipe for adapter in layout.adapters}
     for asked in run_spec.trainees:
         job = asked.job
@@ -155,20 +160,9 @@ def finetuning_machine(run_spec: RunSpec) -> FinetuningMachine:
 
 
 def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Machine[Any]:
-    """The model on these GPUs, one each; what trains does so on the first.
-
-    ValueError where a job finetunes in windows, which only a CPU computes.
-    """
-    if run_spec.room.layout.adapters:
-        raise ValueError(
-            "backend=cuda: requests run through adapters on the CPU alone; take backend=cpu, or "
-            "predict it with backend=sim"
-        )
-    if finetunes(run_spec):
-        raise ValueError(
-            "backend=cuda: finetuning in windows is computed on the CPU alone; take backend=cpu, "
-            "or predict it with backend=sim"
-        )
+    """The model on these GPUs, one each; what trains does so on the first."""
+    if runs_adapters(run_spec):
+        return finetuning_machine(run_spec, gpus[0])
     from runtime.serving.model import build_model
 
     training = training_machine(run_spec, gpus[0])

@@ -17,7 +17,7 @@ from runtime.serving.model import build_model
 from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.machines import on_gpus, prompts_of
+from tandem.wiring.machines import prompts_of
 from tandem.wiring.run_spec import RunSpec, run_spec_of
 from tests.support.prefixes import alike
 from tests.support.reference import compare, generate
@@ -277,13 +277,6 @@ def check_tokens(found: Run) -> None:
 def test_replicas_are_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="replicas") as raised:
         run("lockstep", "replicas=2")
-    assert "\n" not in str(raised.value)
-
-
-def test_a_gpu_is_refused_in_one_line() -> None:
-    found = run_spec_of(composed([*SMALL]))
-    with pytest.raises(ValueError, match="take backend=cpu, or predict it") as raised:
-        on_gpus(found, ["cuda:0"], kernels=False)
     assert "\n" not in str(raised.value)
 
 

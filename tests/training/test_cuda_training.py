@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import tandem.wiring.machines
 from engine.contract.regions import Tier
 from runtime.executors.device import MIN_BUDGET_BYTES
 from runtime.training.trainer import Trainer
 from tandem.config.compose import composed
 from tandem.config.composed_config import ComposedConfig
+from tandem.wiring import machines
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.machines import device_bytes_of, warn_of_pinned
 from tandem.wiring.run_spec import run_spec_of
@@ -62,8 +63,7 @@ class Slow(StandIn):
         self.Event, self.Stream = Event, Stream
 
 
-@pytest.fixture
-def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """`backend=cuda` on this CPU with stand-ins for streams; notes devices and threads."""
     stand_in, noted = Slow(), defaultdict[str, list[Any]](list)
     stand_in.set_per_process_memory_fraction = lambda share, _: noted["shares"].append(share)
@@ -74,17 +74,29 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     requested = {"requested_bytes": {"all": {"current": 0}}}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: requested)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
-    made, update = tandem.wiring.machines.training_machine, Trainer.update
+    for name in ("training_machine", "finetuning_machine"):
+        made = partial(_noting, noted["devices"], getattr(machines, name))
+        monkeypatch.setattr(machines, name, made)
+    return noted
 
-    def machine(setting: Any, device: str) -> Any:
-        noted["devices"].append(device)
-        return made(setting)
+
+def _noting(devices: list[Any], make: Any, setting: Any, device: str) -> Any:
+    """A machine of this CPU in the place of one of a device."""
+    devices.append(device)
+    with pytest.MonkeyPatch.context() as patch:  # seeds are those of this CPU
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        return make(setting)
+
+
+@pytest.fixture
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """A stand-in that notes the threads of updates, too."""
+    noted, update = stand_in_gpu(monkeypatch), Trainer.update
 
     def updated(self: Trainer, chunk: int, step: int, tier: Tier) -> None:
         noted[f"updates on {tier}"].append(threading.current_thread().name)
         update(self, chunk, step, tier)
 
-    monkeypatch.setattr(tandem.wiring.machines, "training_machine", machine)
     monkeypatch.setattr(Trainer, "update", updated)
     return noted
 
@@ -121,7 +133,7 @@ def test_little_free_memory_is_told_and_refuses_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rented machine may say that little is free, and grow."""
-    monkeypatch.setattr(tandem.wiring.machines, "available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(machines, "available_bytes", lambda: 1 << 10)
     warn_of_pinned(run_spec("policy=zero3_offload", "device=h200"))
     warn_of_pinned(run_spec_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
     states, swapped = [record.getMessage() for record in caplog.records]
