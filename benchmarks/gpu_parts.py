@@ -3,7 +3,8 @@
 The most important parts come first: the tests marked gpu and those of the Triton kernels; fidelity
 of an 8B-shape Llama in bf16 with random weights at two loads, with its calibration and the report
 of one of its runs; the decode step against the memory's bandwidth; hybrid steps; training beyond
-the device's memory, and the report of one such run with its plans replayed. Each part has --minutes
+the device's memory, and the report of one such run with its plans replayed; serving and finetuning
+at once. Each part has --minutes
 of its own. ARGS names parts (ARGS=fidelity) or steps, so that a machine with ten minutes a call
 can run them one by one: a later call resumes from WORK. Measurements survive the end of the time:
 the log is written as it is printed, tables row by row, and $OUT gets all of it in few files, twice
@@ -42,6 +43,7 @@ TESTS = (
     "tests/runtime/test_cuda.py",
     "tests/training/test_cuda_training.py",
     "tests/runtime/test_replicas_runtime.py",
+    "tests/finetuning/test_cuda_windows.py",
 )
 NEEDED = ("torch", "transformers", "numpy", "pandas", "pyarrow", "matplotlib", "yaml", "jinja2")
 PACKED = ("simpy", "hydra", "omegaconf", "antlr4", "pytest", "pytest_timeout")
@@ -131,8 +133,8 @@ def parts_of(chosen: argparse.Namespace) -> Parts:
 
 def _parts(chosen: argparse.Namespace, work: Path) -> Iterator[tuple[str, Mapping[str, GpuStep]]]:
     pytest = ["pytest", "-v", "--timeout=150", "-W", "default"]  # installed versions may warn
-    shape = ["--model", chosen.model, "--device", chosen.device, "--requests", chosen.limit]
-    drawn_min = 6 * TRAINED / DRAWN_PER_S / 60  # four policies that fit, and two plain loops
+    shape = ["--model", chosen.model, "--device", chosen.device]
+    drawn_min = 10 * TRAINED / DRAWN_PER_S / 60  # eight that fit, and two plain loops
     kernels = [*pytest, "tests/kernels", "--ignore=tests/kernels/test_compile.py"]
     yield (
         "tests",
@@ -144,7 +146,7 @@ def _parts(chosen: argparse.Namespace, work: Path) -> Iterator[tuple[str, Mappin
     yield (
         "fidelity",
         {
-            "fidelity": GpuStep(_fidelity(work, *shape), 6.5),
+            "fidelity": GpuStep(_fidelity(work, *shape, "--requests", chosen.limit), 6.5),
             "report": GpuStep(_compared(work / "fidelity" / "80%", work / "report"), 0.5),
         },
     )
@@ -153,12 +155,13 @@ def _parts(chosen: argparse.Namespace, work: Path) -> Iterator[tuple[str, Mappin
     yield (
         "training",
         {
-            "training": GpuStep(_training(work, "--device", chosen.device), drawn_min + 5, POOLED),
+            "training": GpuStep(_training(work, "--device", chosen.device), drawn_min + 6, POOLED),
             "training_report": GpuStep(
                 _compared(work / "training" / "patrickstar", work / "training_report"), 0.5
             ),
         },
     )
+    yield "sharing", {"sharing": GpuStep(_sharing(work, *shape), 7.0)}
 
 
 def _dry_parts(work: Path) -> Iterator[tuple[str, Mapping[str, GpuStep]]]:
@@ -169,6 +172,10 @@ def _dry_parts(work: Path) -> Iterator[tuple[str, Mapping[str, GpuStep]]]:
         "fidelity": _fidelity(work, *small, "--requests", "12"),
         "decode_floor": _steps_of("decode_floor", work, "--device", "cpu"),
         "hybrid": _steps_of("hybrid", work, "--device", "cpu"),
+        "sharing": _sharing(
+            work, *small, "--requests", "12", "--tokens", "48", "--rates", "5", "20",
+            "--kv-bytes", "60000000", "--delay-s", "2",
+        ),
         "training": _training(
             work, *small, "--budget", "6000000", "--host", "400000000", "--sequences", "2",
             "--tokens", "16", "--steps", "3",
@@ -200,6 +207,11 @@ def _steps_of(name: str, work: Path, *words: str) -> list[str]:
 def _training(work: Path, *words: str) -> list[str]:
     kept = ["--keep", str(work / "training"), "--out", str(work / "gpu_training.csv")]
     return _python("benchmarks.gpu.gpu_training", *words, *kept)
+
+
+def _sharing(work: Path, *words: str) -> list[str]:
+    kept = ["--keep", str(work / "sharing"), "--out", str(work / "gpu_sharing.csv")]
+    return _python("benchmarks.gpu.gpu_sharing", *words, *kept)
 
 
 def _compared(root: Path, out: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 Full fine-tuning in bf16 with fp32 masters of a GPT-2 of 2 billion parameters with states of 34 GB,
 activations recomputed. Each policy is simulated first (by the device's roofline: no profile), then
-trains on the GPU with torch's allocator cut to the budget. Two other systems train on equal tokens:
+trains on the GPU with torch's allocator cut to the budget. ProTrain trains as its planner chooses,
+and three times with one knob set by hand. Two other systems train on equal tokens:
 FSDP2 with CPU offload under that cut, and a plain loop with activation checkpointing that may take
 the whole GPU, because it does not fit otherwise. Copies are shown as a share of the link's peak,
 which is measured first with one large pinned copy each way. The value counts systems that exceed
@@ -49,7 +50,11 @@ from tandem.wiring.folder import commit
 from tandem.wiring.run_spec import run_spec_of
 
 OUT = Path("benchmarks/results/gpu_training.csv")
-POLICIES = ("patrickstar", "zero_offload", "zero3_offload", "fsdp2_offload", "train_on_device")
+KNOBS = ("planner.persistent=0", "planner.buffers=3", "planner.swaps=1")  # set by hand, one each
+POLICIES = (
+    *("protrain", *(f"protrain {knob}" for knob in KNOBS), "patrickstar", "zero_offload"),
+    *("zero3_offload", "fsdp2_offload", "train_on_device"),
+)
 TOO_LARGE = "train_on_device"
 LINK_BYTES = 1 << 28  # of the copy that measures the link
 LANES = {"to_device": "host->gpu", "to_host": "gpu->host"}
@@ -171,11 +176,18 @@ def job_of(chosen: argparse.Namespace) -> list[str]:
 
 
 # ---- Tandem's policies
+def settings_of(job: Sequence[str], policy: str) -> list[str]:
+    """Overrides of a policy, and of knobs behind its name; ProTrain chooses what is recomputed."""
+    name, *knobs = policy.split()
+    own = [word for word in job if name != "protrain" or not word.startswith("planner.modes=")]
+    return [*own, f"policy={name}", *knobs]
+
+
 def policy_row(
     chosen: argparse.Namespace, job: Sequence[str], policy: str, peaks: dict[str, float]
 ) -> GpuTrainingRow:
     """Plans, then simulates, then trains."""
-    words = [*job, f"policy={policy}"]
+    words = settings_of(job, policy)
     row = GpuTrainingRow(policy, budget_bytes=chosen.budget)
     try:
         found = plan_run(composed([*words, "backend=sim"]))
@@ -185,7 +197,7 @@ def policy_row(
     row = replace(row, predicted_step_s=found.step_s, predicted_peak_bytes=predicted)
     give_back(chosen.backend)
     with tempfile.TemporaryDirectory() as temporary:
-        root = (chosen.keep or Path(temporary)) / policy
+        root = (chosen.keep or Path(temporary)) / policy.replace(" ", "_")
         for name in ("predicted", "measured"):  # remains of an interrupted call
             cleared(root / name)
         try:

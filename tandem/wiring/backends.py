@@ -19,6 +19,7 @@ from models.spec import ModelSpec
 from tandem.config.check import conform
 from tandem.wiring.cost import about
 from tandem.wiring.machines import (
+    check_arena,
     check_here,
     cpu_meter,
     device_bytes_of,
@@ -337,6 +338,7 @@ def _cuda(run_spec: RunSpec, attention: Any = None) -> Iterator[Backend]:
     from runtime.kernels import are_chosen, check_shape
     from runtime.measure.meter import Meters
 
+    check_arena(run_spec)
     warn_of_pinned(run_spec)
     without_cudnn_attention()
     # Windows and rows through adapters attend by torch: the kernels keep nothing for a backward.

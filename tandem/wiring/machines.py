@@ -90,6 +90,29 @@ def check_here(run_spec: RunSpec) -> None:
         )
 
 
+def check_arena(run_spec: RunSpec) -> None:
+    """ValueError where a GPU may hold more than it has: its KV pages are there from the start.
+
+    What trains beside requests, adapters and samples take the bytes of pages that nobody holds. A
+    GPU does not give these back, so as many bytes have to be free beside them.
+    """
+    if not runs_adapters(run_spec) and not (run_spec.requests and run_spec.trainees):
+        return
+    capacity = run_spec.room.capacity_bytes[Tier.GPU, 0]
+    usable = device_bytes_of(run_spec) - run_spec.room.memory.activation
+    pages = pages_of(run_spec)[Tier.GPU, 0] * run_spec.page.nbytes
+    if capacity + pages > usable:
+        most = max(0, (usable - capacity + pages) // 2)
+        asked = f"budget.kv_bytes={most}"
+        if not run_spec.requests:
+            asked = f"budget.device_bytes={capacity - pages + most}"
+        raise ValueError(
+            f"backend=cuda: a GPU holds its KV pages from the start, {pages / MIB:,.0f} MiB, and "
+            f"what trains may take as much beside: {(capacity + pages) / MIB:,.0f} MiB of "
+            f"{usable / MIB:,.0f} MiB; set {asked} or less"
+        )
+
+
 def available_bytes() -> int:
     """Memory of this machine that can be had: what is free, and the page cache that would yield."""
     try:
@@ -315,7 +338,7 @@ def links_of(run_spec: RunSpec) -> dict[str, Any]:
 
 def device_bytes_of(run_spec: RunSpec) -> int:
     """What torch may take of a GPU: a training budget with the device's reserve, else its share."""
-    if run_spec.requests:
+    if run_spec.requests or finetunes(run_spec):
         return run_spec.device.usable_bytes
     return run_spec.room.capacity_bytes[Tier.GPU, 0] + run_spec.device.reserve_bytes
 

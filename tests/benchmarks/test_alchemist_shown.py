@@ -128,7 +128,9 @@ ABSENT = {
         "when_it_pays varies the link there; the crossing by delay is simulated"
     ),
     "the ids of ShareGPT's answers": "they are drawn: a trace has lengths of answers, no text",
-    "an 8B shape in bfloat16 on a GPU": "windows run on the CPU alone; a GPU refuses them by name",
+    "an 8B shape in bfloat16 on a GPU": (
+        "no GPU was at hand: benchmarks/gpu/gpu_sharing.py has run on a CPU alone"
+    ),
 }
 
 

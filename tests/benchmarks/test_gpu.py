@@ -27,6 +27,7 @@ from benchmarks.gpu import (
     gpu_decode_floor,
     gpu_fidelity,
     gpu_hybrid,
+    gpu_sharing,
     gpu_training,
 )
 from runtime.serving.model import build_model
@@ -139,7 +140,7 @@ def parts(*words: str) -> gpu.Parts:
 
 def test_important_parts_come_first_and_each_part_fits_a_call() -> None:
     found = parts()
-    assert [*found] == ["tests", "fidelity", "decode_floor", "hybrid", "training"]
+    assert [*found] == ["tests", "fidelity", "decode_floor", "hybrid", "training", "sharing"]
     assert {part: [*steps] for part, steps in found.items()} == {
         part: [*steps] for part, steps in parts("--dry-run").items()
     }
@@ -246,6 +247,27 @@ def test_a_run_of_other_settings_is_replaced_only_on_request(tmp_path: Path) -> 
         protocol.run([*words, "seed=3"], folder)
     other = protocol.run([*words, "seed=3"], folder, replaces=True)
     assert other.provenance["seed"] == 3 == load(folder).provenance["seed"]
+
+
+# ---- sharing
+def test_the_sharing_claim_runs_whole_on_a_cpu(
+    tmp_path: Path, short_probes: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    words = ["--backend", "cpu", "--device", "cpu", "--model", "micro_llama", "--requests", "6"]
+    words += ["--tokens", "24", "--rates", "20", "60", "--kv-bytes", "60000000", "--delay-s", "1"]
+    assert gpu_sharing.main([*words, "--keep", "kept", "--out", "table.csv"]) == 0
+    table = pd.read_csv("table.csv").set_index(["policy", "load"])
+    assert len(table) == 7 and table["note"].isna().all()
+    assert table[["trained_per_s", "training_s", "predicted_trained_per_s"]].gt(0).all(axis=None)
+    assert table["device_peak_bytes"].le(table["capacity_bytes"]).all()
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == "gpu_sharing_wrong 0 runs 0 pass"
+    assert re.fullmatch(r"alchemist: [\d.]+ times as fast behind records, TTFT .*%", told[-2])
+    none = gpu_sharing.GpuSharingRow("x", "y", trained_per_s=0.0, device_peak_bytes=1.0)
+    assert none.is_wrong and replace(none, trained_per_s=2.0, capacity_bytes=0.5).is_wrong
+    assert not replace(none, trained_per_s=2.0, capacity_bytes=1.5).is_wrong
 
 
 # ---- training

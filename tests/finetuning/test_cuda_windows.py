@@ -27,7 +27,7 @@ from runtime.training.store import HostAllocator
 from tandem.config.compose import composed
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.machines import finetuning_machine
+from tandem.wiring.machines import check_arena, finetuning_machine
 from tandem.wiring.run_spec import run_spec_of
 from tests.finetuning.test_co_serving_runs import (
     GPT2,
@@ -46,13 +46,14 @@ from tests.training.test_cuda_training import stand_in_gpu
 
 # Queries, KV heads, tokens and keys; a first window is causal, a later one masked.
 SHAPES = [(4, 4, 7, 7), (4, 2, 7, 7), (6, 2, 5, 19), (4, 1, 1, 33)]
+PAGES = "budget.kv_pages=400"  # a GPU has them whole, and needs as much beside
 OPT = ("model=opt_125m", "model.num_kv_heads=4", "model.dtype=float32")
 
 
 def small(*words: str) -> tuple[str, ...]:
     """The words of a small run, and these in the place of its own."""
     chosen = {word.partition("=")[0] for word in words}
-    return (*(word for word in SMALL if word.partition("=")[0] not in chosen), *words)
+    return (*(word for word in SMALL if word.partition("=")[0] not in chosen), *words, PAGES)
 
 
 CASES = {
@@ -65,7 +66,11 @@ CASES = {
     "offload": small("planner.modes=offload"),
 }
 # Which versions and which feedback there are by then follows from the clock.
-BY_CLOCK = {"adapted": small(*ADAPTED), "recorded": RECORDED, "stale": STALE}
+BY_CLOCK = {
+    "adapted": small(*ADAPTED),
+    "recorded": (*RECORDED, PAGES),
+    "stale": (*STALE, PAGES),
+}
 ALL = CASES | BY_CLOCK
 
 
@@ -156,6 +161,35 @@ def test_streams_serve_and_finetune_as_lockstep_does(
         check_losses(found, ALL[case])
     else:
         check_by_clock(found, case)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        small(*GPT2)[:-1],
+        (
+            *(word for word in small()[:-1] if not word.startswith(("trace", "arrival"))),
+            "trace=none",
+        ),
+    ],
+    ids=["beside requests", "alone"],
+)
+def test_memory_that_a_gpu_cannot_share_is_refused_with_what_it_takes(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advised budget is the largest that is taken."""
+    stand_in_gpu(monkeypatch)
+    spec = run_spec_of(composed([*words, "device=h200"]))
+    with pytest.raises(ValueError, match="a GPU holds its KV pages from the start") as raised:
+        check_arena(spec)
+    told = str(raised.value)
+    assert "\n" not in told
+    name, _, most = told.partition("; set ")[2].split()[0].partition("=")
+    page = spec.page.nbytes
+    check_arena(run_spec_of(composed([*words, "device=h200", f"{name}={most}"])))
+    with pytest.raises(ValueError, match=name):
+        more = f"{name}={int(most) + 2 * page}"
+        check_arena(run_spec_of(composed([*words, "device=h200", more])))
 
 
 # ---- on one device
