@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
+from benchmarks.coserving.flexllm_page import SAMPLE_TOKENS
 from benchmarks.fidelity.reproduction import RESULTS, write_page
 from engine.contract.executor import Launch
 from engine.contract.layout import Layout
@@ -53,7 +54,7 @@ from sim.executor import SimExecutor
 from traces.serving.request import Request, Sample, TrainingJob
 from traces.training.recipe import Recipe
 
-SAMPLE_TOKENS, PROMPT_TOKENS, MOST_TOKENS = 3675, 320, 8192
+PROMPT_TOKENS, MOST_TOKENS = 320, 8192
 BUDGET, SLOTS, PAGE_TOKENS, SECONDS = 256, 255, 64, 600.0
 RATES = (1, 2, 3, 4, 5)
 JUDGED = (2, 3, 4)

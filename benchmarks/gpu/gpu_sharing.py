@@ -70,13 +70,13 @@ class GpuSharingRow:
     mean_tpot_s: float = math.nan
     predicted_tpot_s: float = math.nan
     device_peak_bytes: float = math.nan
-    capacity_bytes: float = math.nan
+    memory_bytes: float = math.nan  # of the device
     note: str = ""
 
     @property
     def is_wrong(self) -> bool:
         """Whether it has failed, trained nothing, or held too much."""
-        is_within = self.device_peak_bytes <= self.capacity_bytes
+        is_within = self.device_peak_bytes <= self.memory_bytes
         return bool(self.note) or not self.trained_per_s > 0 or not is_within
 
 
@@ -152,7 +152,7 @@ def measured(
         predicted_trained_per_s=float(finetuning_summary(guess).get(TRAINED, math.nan)),
         training_s=trained_s(done),
         device_peak_bytes=float(held.max()),
-        capacity_bytes=float(memory["capacity_bytes"].max()),
+        memory_bytes=float(done.config["device"]["memory_bytes"]),
     )
     return row if row.load == ALONE else replace(row, **latencies(done, guess))
 

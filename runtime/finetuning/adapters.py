@@ -71,7 +71,7 @@ def _fill(spec: ModelSpec, recipe: Recipe, storage: UntypedStorage) -> None:
 
 
 def _copied(source: UntypedStorage, storage: UntypedStorage) -> None:
-    as_bytes(storage).copy_(as_bytes(source))
+    as_bytes(storage).copy_(as_bytes(source), non_blocking=True)
 
 
 def _may_go(_: UntypedStorage) -> None:

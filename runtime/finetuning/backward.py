@@ -14,14 +14,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from runtime.finetuning.products import ATTENTION, LOG_SUMS, Role, unpacked_signs, unread
-from runtime.finetuning.recording import (
-    WindowKV,
-    by_kv_head,
-    head_runs,
-    scores_of,
-    weight_of,
-)
+from runtime.finetuning.products import ATTENTION, LOG_SUMS, Role, unpacked_signs, unread, wide
+from runtime.finetuning.recording import WindowKV, parts_of, weight_of
 
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -50,23 +44,20 @@ def gradients_by_products(
     mask: Tensor | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `attention_gradients`, on any device: the softmax again, from the sums of its rows."""
-    (out, sums), tokens = known, query.shape[2]
-    to_query, to_key, to_value = (list[Tensor]() for _ in range(3))
-    for heads, kv in head_runs(query, key):
-        keys, values = key[:, kv], value[:, kv]
-        rows, back, outs, row_sums = (
-            by_kv_head(part[:, heads], keys.shape[1]) for part in (query, given, out, sums)
-        )
-        weights = scores_of(query[:, heads], keys, mask, scale)
-        weights.sub_(row_sums.unsqueeze(-1)).exp_()
-        to_value.append(weights.to(query.dtype).transpose(-1, -2) @ back)
-        inner = (back.to(weights.dtype) * outs.to(weights.dtype)).sum(-1, keepdim=True)
-        to_scores = (back @ values.transpose(-1, -2)).to(weights.dtype).sub_(inner)
-        to_scores.mul_(weights).mul_(query.shape[3] ** -0.5 if scale is None else scale)
-        narrow = to_scores.to(query.dtype)
-        to_query.append((narrow @ keys).unflatten(2, (-1, tokens)).flatten(1, 2))
-        to_key.append(narrow.transpose(-1, -2) @ rows)
-    return torch.cat(to_query, 1), torch.cat(to_key, 1), torch.cat(to_value, 1)
+    (out, sums), kind = known, wide(query.dtype)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    to_query = torch.empty_like(query)
+    to_key, to_value = (torch.zeros_like(part, dtype=kind) for part in (key, value))
+    for part in parts_of(query, key):
+        back = part.of(given).to(kind)
+        weights = part.scores(query, key, mask, scale).sub_(part.of(sums).unsqueeze(-1)).exp_()
+        to_value[:, part.kv] += (weights.transpose(-1, -2) @ back).sum(2)
+        inner = (back * part.of(out)).sum(-1, keepdim=True)
+        to_scores = (back @ part.shared(value).transpose(-1, -2)).sub_(inner)
+        to_scores.mul_(weights).mul_(factor)
+        part.of(to_query)[...] = to_scores @ part.shared(key)
+        to_key[:, part.kv] += (to_scores.transpose(-1, -2) @ part.of(query).to(kind)).sum(2)
+    return to_query, to_key.to(key.dtype), to_value.to(value.dtype)
 
 
 class KnownProduct(torch.autograd.Function):

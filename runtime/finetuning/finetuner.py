@@ -348,7 +348,12 @@ class Finetuner:
         return self.trainee.embed(self._sent(ids), window.positions)
 
     def _sent(self, numbers: Tensor) -> Tensor:
-        """Ids or labels on the device, in the order of its stream."""
+        """Ids or labels on the device, in the order of its stream.
+
+        Pinned: a copy from other memory waits until all before it on the stream is done.
+        """
+        if self._device.type == "cuda":
+            numbers = numbers.pin_memory()
         return numbers.to(self._device, non_blocking=True)
 
     def _passing(self, total: int, launch: str) -> Tensor:

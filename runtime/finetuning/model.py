@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from models.spec import ModelSpec
@@ -53,7 +53,13 @@ def over_served(model: Any, recipe: Recipe) -> Any:
     if recipe.lora_rank is not None:
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
         return prepare(copy.deepcopy(model, shared), recipe)
-    own = prepare(copy.deepcopy(model).requires_grad_(True), recipe)
+    # What trains begins on the host: its chunks have memory of their own on a GPU.
+    begun = {
+        id(p): nn.Parameter(p.to("cpu" if p.is_cuda else p.device, copy=True))
+        for p in model.parameters()
+    }
+    kept = {id(buffer): buffer for buffer in model.buffers()}
+    own = prepare(copy.deepcopy(model, begun | kept).requires_grad_(True), recipe)
     for parameter, served in zip(own.parameters(), model.parameters(), strict=True):
         if not parameter.requires_grad:
             parameter.data = served.data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from runtime.finetuning.products import (
 from runtime.serving.kv import Arena
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA calls on a CPU
-SCORES_BYTES = 1 << 26  # of attention by products: scores of so many bytes are made at once
+SCORES_BYTES = 1 << 24  # of attention by products: of scores that are made at once
 
 
 def weight_of(func: Any, args: Sequence[Any]) -> Tensor | None:
@@ -62,46 +62,62 @@ def attend_by_products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """As `attend_with_sums`, on any device."""
-    outs, sums = list[Tensor](), list[Tensor]()
-    for heads, kv in head_runs(query, key):
-        scores = scores_of(query[:, heads], key[:, kv], mask, scale)
-        sums.append(torch.logsumexp(scores, -1))
-        weights = scores.sub_(sums[-1].unsqueeze(-1)).exp_().to(query.dtype)
-        outs.append(weights @ value[:, kv])
-    tokens = query.shape[2]
-    out, sum_rows = torch.cat(outs, 1), torch.cat(sums, 1)
-    return (
-        out.unflatten(2, (-1, tokens)).flatten(1, 2),
-        sum_rows.unflatten(2, (-1, tokens)).flatten(1, 2),
-    )
+    out = torch.empty_like(query)
+    sums = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    for part in parts_of(query, key):
+        scores = part.scores(query, key, mask, scale)
+        found = torch.logsumexp(scores, -1)
+        part.of(sums)[...] = found
+        part.of(out)[...] = scores.sub_(found.unsqueeze(-1)).exp_() @ part.shared(value)
+    return out, sums
 
 
-def head_runs(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Heads, and their KV heads, whose scores take SCORES_BYTES at most; one KV head at least."""
-    kv_heads, shared = key.shape[1], query.shape[1] // key.shape[1]
-    pairs = len(query) * query.shape[2] * key.shape[2]
-    step = max(1, SCORES_BYTES // (shared * pairs * wide(query.dtype).itemsize))
-    for low in range(0, kv_heads, step):
-        high = min(low + step, kv_heads)
-        yield slice(low * shared, high * shared), slice(low, high)
+class AttentionPart(NamedTuple):
+    """Some rows of some heads, whose scores are made at once.
+
+    Attributes:
+        kv: KV heads.
+        shared_by: Heads that share a KV head.
+        rows: Of the queries.
+    """
+
+    kv: slice
+    shared_by: int
+    rows: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of [N, heads, T, ..]: [N, kv_heads, heads that share one, rows, ..]."""
+        found: Tensor = tensor.unflatten(1, (-1, self.shared_by))[:, self.kv, :, self.rows]
+        return found
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """[N, kv_heads, S, D] in a wide dtype: [N, kv_heads, 1, S, D]."""
+        return tensor[:, self.kv, None].to(wide(tensor.dtype))
+
+    def scores(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """[N, kv_heads, heads that share one, rows, S], in a wide dtype."""
+        rows = self.of(query).to(wide(query.dtype))
+        found = rows @ self.shared(key).transpose(-1, -2)
+        found *= query.shape[-1] ** -0.5 if scale is None else scale
+        if mask is None:
+            shape = found.shape[-2:]
+            mask = found.new_full(shape, float("-inf")).triu_(self.rows.start + 1)
+            return found.add_(mask)
+        return found.add_(mask[0, 0, self.rows])
 
 
-def by_kv_head(rows: Tensor, kv_heads: int) -> Tensor:
-    """[N, heads, T, ..] -> [N, kv_heads, heads that share one * T, ..]."""
-    found: Tensor = rows.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    return found
-
-
-def scores_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """The scores of rows by KV head, [N, kv_heads, heads that share it * T, S], in a wide dtype."""
-    (tokens, size), keys = query.shape[2:], key.shape[2]
-    found = (by_kv_head(query, key.shape[1]) @ key.transpose(-1, -2)).to(wide(query.dtype))
-    found *= size**-0.5 if scale is None else scale
-    if mask is None:
-        shape = (tokens, keys)
-        mask = torch.full(shape, float("-inf"), dtype=query.dtype, device=query.device).triu_(1)
-    found.view(*found.shape[:2], -1, tokens, keys).add_(mask)
-    return found
+def parts_of(query: Tensor, key: Tensor) -> Iterator[AttentionPart]:
+    """Parts with scores of SCORES_BYTES at most; one row of the heads of a KV head at least."""
+    kv_heads, shared_by = key.shape[1], query.shape[1] // key.shape[1]
+    a_row = len(query) * shared_by * key.shape[2] * wide(query.dtype).itemsize
+    rows = min(query.shape[2], max(1, SCORES_BYTES // a_row))
+    heads = max(1, SCORES_BYTES // (a_row * rows))
+    for low in range(0, kv_heads, heads):
+        for start in range(0, query.shape[2], rows):
+            stop = min(start + rows, query.shape[2])
+            yield AttentionPart(slice(low, low + heads), shared_by, slice(start, stop))
 
 
 class WindowKV:

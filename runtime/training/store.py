@@ -16,19 +16,25 @@ from engine.contract.executor import Store
 from engine.contract.regions import Kind, Place, Pool, Region, Tier
 
 
+MOST_SPARE_BYTES = 4 << 30  # of pinned memory that waits for a next use
+
+
 class HostAllocator:
     """Gives out host storages and takes them back.
 
     Pinned memory is mapped and registered here: torch's own allocator rounds it up to powers of
     two. Registering is slow, so a returned storage is kept for the next request of its size, and
-    counts as `spare_bytes` until `close`. Memory that is not pinned goes back to the system.
+    counts as `spare_bytes`. Of more than MOST_SPARE_BYTES the sizes that were not asked for longest
+    go back to the system, as all do with `close`: windows and records have many sizes. Memory that
+    is not pinned goes back at once.
     """
 
     def __init__(self, pinned: bool | None = None) -> None:
         """`pinned` None: pinned where torch sees a CUDA device."""
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
-        self._spare: dict[int, list[UntypedStorage]] = defaultdict(list)  # by size, pinned only
-        self._registered: list[UntypedStorage] = []  # all that is pinned, in use or not
+        # By size, that which was asked for last behind the others; pinned only.
+        self._spare: dict[int, list[UntypedStorage]] = {}
+        self._registered: dict[int, UntypedStorage] = {}  # by address: pinned, in use or not
 
     @property
     def spare_bytes(self) -> int:
@@ -39,23 +45,33 @@ class HostAllocator:
         """A host storage of `nbytes`, contents undefined. RuntimeError if pinning fails."""
         if not self.pinned or not nbytes:
             return UntypedStorage(nbytes)
-        if self._spare[nbytes]:
-            return self._spare[nbytes].pop()
-        self._registered.append(_pinned(nbytes))
-        return self._registered[-1]
+        spare = self._spare[nbytes] = self._spare.pop(nbytes, [])
+        if spare:
+            return spare.pop()
+        made = _pinned(nbytes)
+        self._registered[made.data_ptr()] = made
+        return made
 
     def give(self, storage: UntypedStorage) -> None:
         """Takes a storage back; no copy may use it any more."""
-        if self.pinned and storage.nbytes():
-            self._spare[storage.nbytes()].append(storage)
+        if not self.pinned or not storage.nbytes():
+            return
+        self._spare.setdefault(storage.nbytes(), []).append(storage)
+        left = self.spare_bytes - MOST_SPARE_BYTES
+        for nbytes in [*self._spare] if left > 0 else ():
+            while left > 0 and self._spare[nbytes]:
+                _unpin(self._registered.pop(self._spare[nbytes].pop().data_ptr()))
+                left -= nbytes
+            if not self._spare[nbytes]:
+                del self._spare[nbytes]
 
     def close(self) -> None:
         """Gives all spare memory back to the system and unpins the rest.
 
         No copy from or to any of it may be in flight.
         """
-        for storage in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(storage.data_ptr())
+        for storage in self._registered.values():
+            _unpin(storage)
         self._registered.clear()
         self._spare.clear()
         self.pinned = False
@@ -69,6 +85,10 @@ def _pinned(nbytes: int) -> UntypedStorage:
     if error:
         raise RuntimeError(f"pinning {nbytes} bytes of host memory failed: CUDA error {error}")
     return storage
+
+
+def _unpin(storage: UntypedStorage) -> None:
+    torch.cuda.cudart().cudaHostUnregister(storage.data_ptr())
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:

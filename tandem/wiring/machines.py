@@ -93,8 +93,8 @@ def check_here(run_spec: RunSpec) -> None:
 def check_arena(run_spec: RunSpec) -> None:
     """ValueError where a GPU may hold more than it has: its KV pages are there from the start.
 
-    What trains beside requests, adapters and samples take the bytes of pages that nobody holds. A
-    GPU does not give these back, so as many bytes have to be free beside them.
+    What trains beside requests, adapters and samples take the bytes of free pages. A GPU does not
+    give these back, so as many bytes have to be free beside them.
     """
     if not runs_adapters(run_spec) and not (run_spec.requests and run_spec.trainees):
         return
@@ -102,7 +102,12 @@ def check_arena(run_spec: RunSpec) -> None:
     usable = device_bytes_of(run_spec) - run_spec.room.memory.activation
     pages = pages_of(run_spec)[Tier.GPU, 0] * run_spec.page.nbytes
     if capacity + pages > usable:
-        most = max(0, (usable - capacity + pages) // 2)
+        most = (usable - capacity + pages) // 2
+        if most < run_spec.page.nbytes:
+            raise ValueError(
+                f"backend=cuda: weights leave no room for KV pages of {run_spec.device.name} and "
+                "as much beside them for what trains; take a larger device or a smaller model"
+            )
         asked = f"budget.kv_bytes={most}"
         if not run_spec.requests:
             asked = f"budget.device_bytes={capacity - pages + most}"

@@ -113,13 +113,13 @@ SHOWN = {
     "the age of records on the page": (
         "tests/analysis/test_learning.py::test_the_page_tells_of_samples_and_records"
     ),
+    "speed-up at recorded shares 5 %, 1.3 at .9": "benchmarks/coserving/record_reuse.py",
     "99 % of the tokens stay in time at 80 % load": "benchmarks/coserving/records_give_way.py",
     "when it pays: the crossover of link and delay": "benchmarks/coserving/when_it_pays.py",
     "published figures of Alchemist": "benchmarks/coserving/alchemist_published.py",
 }
 UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
 ABSENT = {
-    "speed-up at recorded shares 5 %, 1.3 at .9": UNMEASURED.format("record_reuse"),
     "cost of recording 3 %; bytes of record-all": UNMEASURED.format("recording_cost"),
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
     "throughput and memory beside the separate cluster, latency beside a server that records "

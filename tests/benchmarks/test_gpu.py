@@ -261,13 +261,13 @@ def test_the_sharing_claim_runs_whole_on_a_cpu(
     table = pd.read_csv("table.csv").set_index(["policy", "load"])
     assert len(table) == 7 and table["note"].isna().all()
     assert table[["trained_per_s", "training_s", "predicted_trained_per_s"]].gt(0).all(axis=None)
-    assert table["device_peak_bytes"].le(table["capacity_bytes"]).all()
+    assert table["device_peak_bytes"].le(table["memory_bytes"]).all()
     told = capsys.readouterr().out.splitlines()
     assert told[-1] == "gpu_sharing_wrong 0 runs 0 pass"
     assert re.fullmatch(r"alchemist: [\d.]+ times as fast behind records, TTFT .*%", told[-2])
     none = gpu_sharing.GpuSharingRow("x", "y", trained_per_s=0.0, device_peak_bytes=1.0)
-    assert none.is_wrong and replace(none, trained_per_s=2.0, capacity_bytes=0.5).is_wrong
-    assert not replace(none, trained_per_s=2.0, capacity_bytes=1.5).is_wrong
+    assert none.is_wrong and replace(none, trained_per_s=2.0, memory_bytes=0.5).is_wrong
+    assert not replace(none, trained_per_s=2.0, memory_bytes=1.5).is_wrong
 
 
 # ---- training

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import runtime.finetuning.backward
+import runtime.finetuning.recording
 from runtime.serving.machine import GPU
 from tests.finetuning.windows_by_hand import ByHand, distance, float64, furthest, recipe_of
 from tests.support.reference import compare, greedy
@@ -19,10 +21,21 @@ SEEDS = range(4)
 AS_ONE = 1.25  # times the distance of plain torch from float64
 
 
-@pytest.mark.broad(4)
+@pytest.fixture(params=["kernel", "products"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows attend by a CPU's kernel, or as on other devices: a few rows of scores at a time."""
+    if request.param == "products":
+        recording, backward = runtime.finetuning.recording, runtime.finetuning.backward
+        monkeypatch.setattr(recording, "SCORES_BYTES", 1 << 12)
+        monkeypatch.setattr(recording, "attend_with_sums", recording.attend_by_products)
+        monkeypatch.setattr(backward, "attention_gradients", backward.gradients_by_products)
+
+
+@pytest.mark.broad(8)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("attention")
 def test_gradients_in_float64(family: str, kind: str, seed: int) -> None:
     with float64():
         rng = random.Random(seed)
@@ -59,10 +72,11 @@ def test_gradients_behind_the_signs_of_a_relu(seed: int) -> None:
         assert furthest(made.gradients(), expected) < 1e-12
 
 
-@pytest.mark.broad(4)
+@pytest.mark.broad(8)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("attention")
 def test_gradients_in_float32(family: str, kind: str, seed: int) -> None:
     rng = random.Random(seed)
     sample = Sample(rng.randint(40, 90), rng.randint(0, 20))
@@ -74,10 +88,11 @@ def test_gradients_in_float32(family: str, kind: str, seed: int) -> None:
     assert distance(own, exact) <= AS_ONE * distance(plain, exact)
 
 
-@pytest.mark.broad(4)
+@pytest.mark.broad(8)
 @pytest.mark.parametrize("most", [1, 20])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("attention")
 def test_gradients_in_bfloat16(family: str, kind: str, most: int) -> None:
     rng = random.Random(most)
     made = ByHand(family, recipe_of(family, kind, dtype="bfloat16"), [Sample(48, 5)])

@@ -16,6 +16,7 @@ from tests.finetuning.windows_by_hand import ByHand, cuts, furthest, recipe_of
 from traces.serving.request import Sample
 
 FAR = 0.01  # 2,000 times what the bounds of float32 allow
+WITHOUT_SUMS = 0.1  # by the page
 families = pytest.mark.parametrize("family", ["llama", "gpt2"])
 kinds = pytest.mark.parametrize("kind", ["lora_all", "full"])
 
@@ -43,7 +44,7 @@ def test_without_sums_of_key_and_value_gradients(
     assert error(own) < 5e-6
     monkeypatch.setattr(Finetuner, "_kv_sums", forgetful)
     own.randomly(random.Random(0))
-    assert error(own) > FAR
+    assert error(own) > WITHOUT_SUMS
 
 
 @families

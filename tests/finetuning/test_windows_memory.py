@@ -115,6 +115,7 @@ def test_the_meter_reads_what_is_booked(words: tuple[str, ...]) -> None:
     assert off.count(0) > len(off) / 2
     assert {nbytes % page.nbytes for nbytes in off} == {0}
     assert max(off) <= page.bytes_for(longest)
+    assert sum(off) <= 0.02 * sum(booked), "over the run"
 
 
 WINDOWS = [(64, 0, 64), (16, 0, 64), (16, 32, 32), (16, 0, 16)]  # tokens forward; start, tokens

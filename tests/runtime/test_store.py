@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import runtime.training.store
 from engine.contract import regions
 from engine.contract.layout import Mode
 from engine.contract.regions import Kind, PageSize, Place, Region, Tier
@@ -206,6 +207,23 @@ def test_an_arena_on_the_host_pins_what_it_needs_and_as_long_as_it_lives(
     assert readings[Tier.GPU, 0].persistent_bytes == 9
     arena.pages.fill_(1.0)
     del arena
+    assert not cuda.registered
+
+
+def test_sizes_that_are_not_asked_for_again_are_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as windows of all lengths have."""
+    cuda = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(runtime.training.store, "MOST_SPARE_BYTES", 2500)
+    host = HostAllocator(pinned=True)
+    wanted = host.take(1000)
+    for nbytes in range(500, 600):
+        host.give(host.take(nbytes))
+        host.give(wanted)
+        assert host.take(1000) is wanted, "asked for again and again"
+        assert host.spare_bytes <= 2500
+    assert sorted(cuda.registered.values()) == [598, 599, 1000]
+    host.close()
     assert not cuda.registered
 
 
