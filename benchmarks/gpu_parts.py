@@ -174,7 +174,7 @@ def _dry_parts(work: Path) -> Iterator[tuple[str, Mapping[str, GpuStep]]]:
         "hybrid": _steps_of("hybrid", work, "--device", "cpu"),
         "sharing": _sharing(
             work, *small, "--requests", "12", "--tokens", "48", "--rates", "5", "20",
-            "--kv-bytes", "60000000", "--delay-s", "2",
+            "--kv-bytes", "60000000", "--host-bytes", "200000000", "--delay-s", "2",
         ),
         "training": _training(
             work, *small, "--budget", "6000000", "--host", "400000000", "--sequences", "2",

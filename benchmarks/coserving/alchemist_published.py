@@ -101,6 +101,7 @@ def rows_of(case: str, none: Run, own: Run) -> Iterator[Row]:
     yield case, "ideal_speed_up", ideal, math.nan
     yield case, "speed_up", speed_up, HIDDEN * ideal / speed_up
     yield case, "peak_activation_share", peak_bytes(own) / peak_bytes(none), math.nan
+    yield case, "peak_device_share", held_bytes(own) / held_bytes(none), math.nan
     assert own.records is not None
     yield case, "record_bytes", float(own.records["kept_bytes"].sum()), math.nan
 
@@ -117,10 +118,20 @@ def forward_s(run: Run) -> float:
     return float((rows["end_ns"] - rows["start_ns"]).sum()) / 1e9
 
 
+def in_training(run: Run) -> pd.DataFrame:
+    """The device's memory while samples train."""
+    return run.memory[run.memory["tier"].eq("gpu") & run.memory["at_ns"].ge(begun_ns(run))]
+
+
 def peak_bytes(run: Run) -> float:
     """Most activations on the device while samples train."""
-    rows = run.memory[run.memory["tier"].eq("gpu") & run.memory["at_ns"].ge(begun_ns(run))]
-    return float(rows["activation_bytes"].max())
+    return float(in_training(run)["activation_bytes"].max())
+
+
+def held_bytes(run: Run) -> float:
+    """Most of the device that is in use while samples train, weights among it."""
+    rows = in_training(run)
+    return float((rows["capacity_bytes"] - rows["free_bytes"] - rows["coming_bytes"]).max())
 
 
 if __name__ == "__main__":

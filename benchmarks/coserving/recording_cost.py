@@ -105,7 +105,10 @@ def _bytes_row(case: str, prompts: Run, everything: Run) -> tuple[object, ...]:
     both = everything.records.groupby("request_id")[["tokens", "kept_bytes"]].sum()
     asked = prompts.requests.set_index("request_id")
     whole = both[both["tokens"].eq(asked["prompt_tokens"] + asked["output_tokens"] - 1)]
-    pairs = own[own["tokens"].eq(asked["prompt_tokens"])].join(whole, how="inner", rsuffix="_both")
+    # A prompt whose last slice is one token is recorded without it: decodes keep nothing.
+    pairs = own[own["tokens"].ge(asked["prompt_tokens"] - 1)].join(
+        whole, how="inner", rsuffix="_both"
+    )
     ratio = (pairs["tokens_both"] / pairs["tokens"]).sub(
         pairs["kept_bytes_both"] / pairs["kept_bytes"]
     )

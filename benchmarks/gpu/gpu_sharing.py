@@ -5,11 +5,11 @@ beside them. The job trains alone; then beside light and heavy load under `coser
 tokens) and under `temporal` (turns); then under `alchemist` on feedback that comes when all is
 served, behind records and without. Each run is simulated first, by the device's roofline.
 
-The value counts runs that failed, trained nothing, or held more than the device has. Printed
-beside: finetuning at heavy over light load and over finetuning alone, latencies, and what reuse
-gains in training and costs in TTFT. With --keep an interrupted call resumes without measuring a run
-again. Without a GPU it prints so and ends with 0; `--backend cpu --device cpu --model micro_llama`
-tries it.
+The value counts runs that failed, trained nothing, or held more than their budget; on a GPU that
+is the budget and all pages. Printed beside: finetuning at heavy over light load and over finetuning
+alone, latencies, and what reuse gains in training and costs in TTFT. With --keep an interrupted
+call resumes without measuring a run again. Without a GPU it prints so and ends with 0;
+`--backend cpu --device cpu --model micro_llama` tries it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GpuSharingRow:
     mean_tpot_s: float = math.nan
     predicted_tpot_s: float = math.nan
     device_peak_bytes: float = math.nan
-    memory_bytes: float = math.nan  # of the device
+    memory_bytes: float = math.nan  # that it may hold
     note: str = ""
 
     @property
@@ -85,10 +85,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="h200")
     parser.add_argument("--model", default="llama3_8b")
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--host-bytes", type=int, default=40 * 10**9, help="for pages and records")
     parser.add_argument("--rates", nargs=2, type=float, default=(1.0, 6.0), help="light and heavy")
     parser.add_argument("--delay-s", type=float, default=20.0, help="of feedback: all is served")
-    parser.add_argument("--tokens", type=int, default=512, help="of a prompt, and of a sample")
+    parser.add_argument("--tokens", type=int, default=256, help="of a prompt")
     parser.add_argument("--kv-bytes", type=int, default=40 * 10**9, help="a GPU holds them whole")
     parser.add_argument("--words", nargs="*", default=[], help="of the configuration, in addition")
     parser.add_argument("--keep", type=Path, help="folder for all runs")
@@ -122,6 +123,8 @@ def systems(chosen: argparse.Namespace) -> Iterator[tuple[GpuSharingRow, list[st
     budget = f"budget.device_bytes={weights + chosen.kv_bytes}"
     yield GpuSharingRow("coserve", ALONE), [*common, *apart, budget]
     common += [f"budget.kv_bytes={chosen.kv_bytes}"]
+    # Pages on the host are pinned whole, and records beside them.
+    common += [f"budget.host_bytes={chosen.host_bytes}"]
     lengths = [f"trace.input_tokens={chosen.tokens}", f"trace.output_tokens={chosen.tokens // 4}"]
     served = [*common, *SERVED, *lengths, f"trace.requests={chosen.requests}"]
     for policy, words in POLICIES.items():
@@ -142,7 +145,7 @@ def measured(
     try:
         guess = run([*settings, "backend=sim"], folder / "predicted", replaces=True)
         done = run([*settings, f"backend={chosen.backend}"], folder / "measured", replaces=True)
-    except (RunFailed, ValueError) as error:
+    except (RunFailed, RuntimeError, ValueError) as error:  # torch's, too: other runs go on
         return replace(row, note=f"failed: {error}")
     memory = done.memory[done.memory["tier"].eq("gpu")]
     held = memory["measured_bytes"] if memory["measured_bytes"].notna().any() else memory["bytes"]
@@ -152,9 +155,14 @@ def measured(
         predicted_trained_per_s=float(finetuning_summary(guess).get(TRAINED, math.nan)),
         training_s=trained_s(done),
         device_peak_bytes=float(held.max()),
-        memory_bytes=float(done.config["device"]["memory_bytes"]),
+        memory_bytes=float(memory["capacity_bytes"].max()) + held_beside(chosen),
     )
     return row if row.load == ALONE else replace(row, **latencies(done, guess))
+
+
+def held_beside(chosen: argparse.Namespace) -> int:
+    """Bytes of pages that a GPU holds, whatever has taken their bytes in the books."""
+    return int(chosen.kv_bytes) if chosen.backend == "cuda" else 0
 
 
 def latencies(done: Run, guess: Run) -> dict[str, float]:

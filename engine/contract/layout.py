@@ -200,6 +200,8 @@ class TrainingLayout:
         swaps_ahead: turns of units before its backward at which a unit's offloaded activations are
             fetched (ProTrain).
         peak_bytes: of the device, the least with which a step runs; 0: the planner has not said.
+        step_ns: of a step, as the planner foretells it; 0: it has not. It is told, and nothing
+            follows from it.
     """
 
     chunks: tuple[Chunk, ...]
@@ -213,6 +215,7 @@ class TrainingLayout:
     buffers: int = 0
     swaps_ahead: int = 1
     peak_bytes: int = 0
+    step_ns: int = field(default=0, compare=False)
 
     def __repr__(self) -> str:
         return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"

@@ -18,7 +18,7 @@ from policies.planners.blocks import (
     modes_of_blocks,
     searched_size,
 )
-from policies.planners.search import Space, TierBytes, TimedConfiguration
+from policies.planners.search import UNPRICED, Space, TierBytes, TimedConfiguration
 from policies.planners.step_memory import Placements
 from policies.planners.step_model import StepModel
 from policies.planners.step_quotes import QuotedStep
@@ -183,7 +183,8 @@ class ProTrainLayout:
                 "give 1 or more"
             )
         if (self.swaps or 0) + (self.checkpoints or 0) > units:
-            asked = f"swaps={self.swaps} and checkpoints={self.checkpoints}"
+            given = {"swaps": self.swaps, "checkpoints": self.checkpoints}
+            asked = " and ".join([f"{name}={n}" for name, n in given.items() if n is not None])
             raise ValueError(f"protrain: {asked}, and {units} blocks have a backward")
 
 
@@ -209,7 +210,7 @@ class _Layouts:
             return self._of(fixed)
         search = self.space.search(room)
         if not search.found:
-            raise _out_of_memory(search.lacks, self.job, self.plain)
+            raise _out_of_memory(search.lacks, self.job, self.plain, self.space.updates_on_host)
         return self._of(*search.found)
 
     def by_level(
@@ -249,6 +250,7 @@ class _Layouts:
             buffers=min(chosen.buffers, len(passing)),
             swaps_ahead=interval,
             peak_bytes=timed.peak_bytes,
+            step_ns=timed.step_ns,
         )
 
 
@@ -258,12 +260,16 @@ def _numbers(given: int | None, most: int) -> Sequence[int]:
     return sorted({*range(0, most + 1, step), most}) if given is None else (given,)
 
 
-def _out_of_memory(lacks: TierBytes, job: TrainingJob, layout: TrainingLayout) -> OutOfMemory:
+def _out_of_memory(
+    lacks: TierBytes, job: TrainingJob, layout: TrainingLayout, updates_on_host: bool
+) -> OutOfMemory:
     """The error of a job of which no configuration fits: what the nearest one lacks."""
     tier = Tier.GPU if lacks.device_bytes else Tier.HOST
     known = remedies_of_launch(tier, Work.BACKWARD, job, layout)
     remedies = [remedy for remedy in known if remedy not in SEARCHED]
-    what = "the nearest of all configurations of ProTrain"
+    what = "the nearest of the configurations of ProTrain that its knobs allow"
+    if not updates_on_host:
+        what += f", all of which persist: {UNPRICED}"
     return OutOfMemory((tier, 0), lacks.device_bytes or lacks.host_bytes, what, remedies)
 
 

@@ -61,6 +61,12 @@ class TierBytes(NamedTuple):
     host_bytes: int
 
 
+UNPRICED = (
+    "chunks that do not persist are updated on the host, whose memory has no known rate: set "
+    "device.host_bandwidth_bytes_per_s"
+)
+
+
 @dataclass(frozen=True)
 class Space:
     """All configurations that the knobs allow: placements times pairs of persistent and buffers.
@@ -88,10 +94,7 @@ class Space:
             own = sorted({min(b, most) for b in self.buffers if b or not most})
             found += [(p, b) for b in own]
         if not found:
-            raise ValueError(
-                "protrain: chunks that do not persist are updated on the host, whose memory has no "
-                "known rate: set device.host_bandwidth_bytes_per_s, or leave out planner.persistent"
-            )
+            raise ValueError(f"protrain: {UNPRICED}, or leave out planner.persistent")
         persistent, buffers = (np.array([pair[i] for pair in found], np.int64) for i in (0, 1))
         return persistent, buffers
 

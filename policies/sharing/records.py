@@ -47,6 +47,8 @@ class RecordRules:
         headroom: share of the device that recording leaves free.
         host_headroom: share of the host that records leave free.
         hedge: share of the device that records make room for, before serving needs it.
+        hedge_tokens: above 0, records make room for the prompts that wait as well, and for so many
+            tokens of each request that waits or runs: more in a burst, little in a calm.
         max_age_s: a record without feedback is dropped so long after it was made; None: never.
 
     Raises:
@@ -59,13 +61,14 @@ class RecordRules:
     headroom: float = 0.05
     host_headroom: float = 0.0
     hedge: float = 0.05
+    hedge_tokens: int = 0
     max_age_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("headroom", "host_headroom", "hedge"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"records: {name} is {getattr(self, name)}, must be in [0, 1)")
-        for name in ("keep_tail", "ahead"):
+        for name in ("keep_tail", "ahead", "hedge_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"records: {name} is {getattr(self, name)}, must be at least 0")
         if self.max_age_s is not None and not self.max_age_s > 0:
@@ -303,9 +306,19 @@ class HeldRecords:
     def hedge(self) -> None:
         """Has records leave the device until the room is there that is kept for serving."""
         pool: Pool = (Tier.GPU, self._view.device)
-        wanted = int(self._rules.hedge * self._view.capacity_bytes[pool])
+        share = int(self._rules.hedge * self._view.capacity_bytes[pool])
+        wanted = max(share, self._foreseen_bytes())
         while wanted and self._plan.room(pool) < wanted and self.give_way(pool):
             pass
+
+    def _foreseen_bytes(self) -> int:
+        """Keys and values of prompts that wait, and of the next tokens of all requests."""
+        view, ahead = self._view, self._rules.hedge_tokens
+        if not ahead:
+            return 0
+        prompts = [job.prompt_tokens for job in view.waiting if job.training is None]
+        waiting = sum([view.page.bytes_for(tokens + ahead) for tokens in prompts])
+        return waiting + len(view.serving) * view.page.bytes_for(ahead)
 
     def record(self, batch: Sequence[Slice]) -> list[RecordedSlice]:
         """Has the launch that serves record those of its slices that the scheduling has marked.

@@ -49,14 +49,14 @@ def gradients_by_products(
     to_query = torch.empty_like(query)
     to_key, to_value = (torch.zeros_like(part, dtype=kind) for part in (key, value))
     for part in parts_of(query, key):
-        back = part.of(given).to(kind)
+        back = part.of(given)
         weights = part.scores(query, key, mask, scale).sub_(part.of(sums).unsqueeze(-1)).exp_()
-        to_value[:, part.kv] += (weights.transpose(-1, -2) @ back).sum(2)
+        to_value[:, part.kv] += weights.transpose(-1, -2) @ back
         inner = (back * part.of(out)).sum(-1, keepdim=True)
-        to_scores = (back @ part.shared(value).transpose(-1, -2)).sub_(inner)
+        to_scores = (back @ part.of_kv(value).transpose(-1, -2)).sub_(inner)
         to_scores.mul_(weights).mul_(factor)
-        part.of(to_query)[...] = to_scores @ part.shared(key)
-        to_key[:, part.kv] += (to_scores.transpose(-1, -2) @ part.of(query).to(kind)).sum(2)
+        part.write(to_query, to_scores @ part.of_kv(key))
+        to_key[:, part.kv] += to_scores.transpose(-1, -2) @ part.of(query)
     return to_query, to_key.to(key.dtype), to_value.to(value.dtype)
 
 

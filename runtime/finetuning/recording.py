@@ -67,8 +67,8 @@ def attend_by_products(
     for part in parts_of(query, key):
         scores = part.scores(query, key, mask, scale)
         found = torch.logsumexp(scores, -1)
-        part.of(sums)[...] = found
-        part.of(out)[...] = scores.sub_(found.unsqueeze(-1)).exp_() @ part.shared(value)
+        part.write(sums, found)
+        part.write(out, scores.sub_(found.unsqueeze(-1)).exp_() @ part.of_kv(value))
     return out, sums
 
 
@@ -85,27 +85,36 @@ class AttentionPart(NamedTuple):
     shared_by: int
     rows: slice
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def _of(self, tensor: Tensor) -> Tensor:
         """A view of [N, heads, T, ..]: [N, kv_heads, heads that share one, rows, ..]."""
         found: Tensor = tensor.unflatten(1, (-1, self.shared_by))[:, self.kv, :, self.rows]
         return found
 
-    def shared(self, tensor: Tensor) -> Tensor:
-        """[N, kv_heads, S, D] in a wide dtype: [N, kv_heads, 1, S, D]."""
-        return tensor[:, self.kv, None].to(wide(tensor.dtype))
+    def of(self, tensor: Tensor) -> Tensor:
+        """Of [N, heads, T, ..], [N, kv_heads, heads that share one * rows, ..] in a wide dtype."""
+        return self._of(tensor).flatten(2, 3).to(wide(tensor.dtype))
+
+    def of_kv(self, tensor: Tensor) -> Tensor:
+        """Of [N, kv_heads, S, D], its KV heads in a wide dtype."""
+        return tensor[:, self.kv].to(wide(tensor.dtype))
+
+    def write(self, tensor: Tensor, found: Tensor) -> None:
+        """Puts what was made of the part, as `of` has it, into [N, heads, T, ..]."""
+        self._of(tensor)[...] = found.unflatten(2, (self.shared_by, -1))
 
     def scores(
         self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """[N, kv_heads, heads that share one, rows, S], in a wide dtype."""
-        rows = self.of(query).to(wide(query.dtype))
-        found = rows @ self.shared(key).transpose(-1, -2)
+        """[N, kv_heads, heads that share one * rows, S], in a wide dtype."""
+        found = self.of(query) @ self.of_kv(key).transpose(-1, -2)
         found *= query.shape[-1] ** -0.5 if scale is None else scale
+        by_head = found.unflatten(2, (self.shared_by, -1))
         if mask is None:
-            shape = found.shape[-2:]
-            mask = found.new_full(shape, float("-inf")).triu_(self.rows.start + 1)
-            return found.add_(mask)
-        return found.add_(mask[0, 0, self.rows])
+            hidden = found.new_full(by_head.shape[-2:], float("-inf"))
+            by_head.add_(hidden.triu_(self.rows.start + 1))
+        else:
+            by_head.add_(mask[0, 0, self.rows])
+        return found
 
 
 def parts_of(query: Tensor, key: Tensor) -> Iterator[AttentionPart]:

@@ -7,14 +7,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from threading import RLock
+from threading import Lock, RLock
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from engine.contract.executor import Store
 from engine.contract.regions import Kind, Place, Pool, Region, Tier
-
 
 MOST_SPARE_BYTES = 4 << 30  # of pinned memory that waits for a next use
 
@@ -26,12 +25,13 @@ class HostAllocator:
     two. Registering is slow, so a returned storage is kept for the next request of its size, and
     counts as `spare_bytes`. Of more than MOST_SPARE_BYTES the sizes that were not asked for longest
     go back to the system, as all do with `close`: windows and records have many sizes. Memory that
-    is not pinned goes back at once.
+    is not pinned goes back at once. Safe to call from several threads.
     """
 
     def __init__(self, pinned: bool | None = None) -> None:
         """`pinned` None: pinned where torch sees a CUDA device."""
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
+        self._lock = Lock()
         # By size, that which was asked for last behind the others; pinned only.
         self._spare: dict[int, list[UntypedStorage]] = {}
         self._registered: dict[int, UntypedStorage] = {}  # by address: pinned, in use or not
@@ -45,25 +45,27 @@ class HostAllocator:
         """A host storage of `nbytes`, contents undefined. RuntimeError if pinning fails."""
         if not self.pinned or not nbytes:
             return UntypedStorage(nbytes)
-        spare = self._spare[nbytes] = self._spare.pop(nbytes, [])
-        if spare:
-            return spare.pop()
-        made = _pinned(nbytes)
-        self._registered[made.data_ptr()] = made
-        return made
+        with self._lock:
+            spare = self._spare[nbytes] = self._spare.pop(nbytes, [])
+            if spare:
+                return spare.pop()
+            made = _pinned(nbytes)
+            self._registered[made.data_ptr()] = made
+            return made
 
     def give(self, storage: UntypedStorage) -> None:
         """Takes a storage back; no copy may use it any more."""
         if not self.pinned or not storage.nbytes():
             return
-        self._spare.setdefault(storage.nbytes(), []).append(storage)
-        left = self.spare_bytes - MOST_SPARE_BYTES
-        for nbytes in [*self._spare] if left > 0 else ():
-            while left > 0 and self._spare[nbytes]:
-                _unpin(self._registered.pop(self._spare[nbytes].pop().data_ptr()))
-                left -= nbytes
-            if not self._spare[nbytes]:
-                del self._spare[nbytes]
+        with self._lock:
+            self._spare.setdefault(storage.nbytes(), []).append(storage)
+            left = self.spare_bytes - MOST_SPARE_BYTES
+            for nbytes in [*self._spare] if left > 0 else ():
+                while left > 0 and self._spare[nbytes]:
+                    _unpin(self._registered.pop(self._spare[nbytes].pop().data_ptr()))
+                    left -= nbytes
+                if not self._spare[nbytes]:
+                    del self._spare[nbytes]
 
     def close(self) -> None:
         """Gives all spare memory back to the system and unpins the rest.

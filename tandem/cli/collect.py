@@ -56,6 +56,7 @@ SUPERSEDED = "superseded"  # a status of the table alone: see tandem.sweeps.poin
 FACTS = (
     *("commit", "dirty", "version", "trace_hash", "model", "device", "cost_form", "depth", "seed"),
     *("parameters", "chunks", "state_bytes"),  # of what is trained
+    "foretold_step_s",  # by a planner that searches
 )
 
 

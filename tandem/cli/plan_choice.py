@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.contract.regions import Pool
 from policies.planners.blocks import Configuration
 from policies.planners.protrain import ProTrainLayout
-from policies.planners.search import Search, Space, TierBytes, TimedConfiguration
+from policies.planners.search import UNPRICED, Search, Space, TierBytes, TimedConfiguration
 from sim.cost.policy_cost import PolicyCost
 from tandem.cli.terminal import shown_bytes, shown_seconds
 from tandem.config.composed_config import ComposedConfig
@@ -78,6 +78,8 @@ def choice_lines(point: ComposedConfig, run_spec: RunSpec) -> Iterator[str]:
     yield f"planner: {_told(best)}; {_counted(search)}"
     lanes = sorted(space.lanes(best.knobs).items(), key=lambda lane: -lane[1])
     shares = [f"{name} {ns / best.step_ns:.0%}" for name, ns in lanes]
+    if not space.updates_on_host:
+        yield f"planner: all chunks persist, since {UNPRICED}"
     yield f"bound by: {', '.join(shares)} of the step"
     for other in search.found[1:]:
         yield f"next: {_told(other)} ({other.step_ns / best.step_ns - 1:+.1%})"

@@ -250,15 +250,17 @@ def _assumed(run_spec: RunSpec) -> dict[str, str]:
 
 
 def _trained(run_spec: RunSpec) -> dict[str, Any]:
-    """How large what is trained is, in how many chunks it lies, how many steps it is to do, and in
-    what memory; empty where nothing is trained."""
+    """How large what is trained is, in how many chunks it lies, how many steps it is to do, in
+    what memory, and how long a step takes by the planner; empty where nothing is trained."""
     if not run_spec.trainees:
         return {}
     numbers = [p.elements for trainee in run_spec.trainees for p in trainee.shape.parameters]
     chunks = [c for layout in run_spec.room.layout.training.values() for c in layout.chunks]
     states = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks]
     capacity = run_spec.room.capacity_bytes.items()
+    foretold = [layout.step_ns for layout in run_spec.room.layout.training.values()]
     return {
+        **({"foretold_step_s": foretold[0] / 1e9} if len(foretold) == 1 and foretold[0] else {}),
         "parameters": sum(numbers),
         "chunks": len(chunks),
         "state_bytes": sum(states),

@@ -336,6 +336,11 @@ def test_configurations_are_predicted_and_measured(tmp_path: Path, unrendered: N
     found = swept("estimator_error", tmp_path, *words)
     assert len(found) == 4
     assert found[["predicted_s", "measured_s"]].gt(0).all(axis=None)
+    # The planner knows no host time between launches, which counts in steps of some milliseconds.
+    order = [
+        found.sort_values(name).index[:2].sort_values() for name in ("foretold_s", "predicted_s")
+    ]
+    assert order[0].equals(order[1]), "what persists is faster by both"
     assert found["peak_error"].abs().max() < 0.15, "what runs ahead depends on time, little"
 
 
@@ -382,6 +387,7 @@ def test_a_prediction_that_is_too_high_has_an_error_above_zero() -> None:
     knobs = ["config.planner.checkpoints", "config.planner.persistent"]
     columns = ["backend", *knobs, "mean_train_step_s", "peak_gpu0_used_bytes"]
     found = estimator_error_data(pd.DataFrame(rows, columns=columns).assign(
-        status="ok", train_steps=3))  # fmt: skip
+        status="ok", train_steps=3, **{"made.foretold_step_s": 1.3}))  # fmt: skip
     (row,) = found.to_dict("records")
+    assert row["planner_step_error"] == pytest.approx(0.3)
     assert row["step_error"] == pytest.approx(0.1) and row["peak_error"] == pytest.approx(-0.1)

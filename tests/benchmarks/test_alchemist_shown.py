@@ -22,6 +22,9 @@ SHOWN = {
     "losses and adapters are plain torch's, also of stashed weights": (
         f"{RUNS}::test_training_is_that_of_plain_torch"
     ),
+    "to the bit with stashed weights, behind a stale record": (
+        f"{EXACT}::test_behind_stale_records_they_are_those_of_the_weights_that_served"
+    ),
     "to the bit with a whole, unfused record": (
         f"{EXACT}::test_losses_and_adapters_are_plain_torchs_to_the_bit"
     ),
@@ -53,7 +56,12 @@ SHOWN = {
     "never over capacity with older records": (
         f"{POLICY}::test_laws_hold_under_pressure_with_older_records"
     ),
-    "records cause no restart": f"{POLICY}::test_records_cause_no_restart",
+    "records cause no restart: equal plans where requests fit": (
+        f"{POLICY}::test_requests_are_planned_as_if_records_held_nothing"
+    ),
+    "records cause no restart: as many where they do not, over eight traces": (
+        f"{POLICY}::test_records_cause_no_restart"
+    ),
     "records give way to a burst within one plan": (
         f"{POLICY}::test_in_a_burst_records_give_way_first_and_in_one_plan"
     ),
@@ -62,12 +70,20 @@ SHOWN = {
         f"{RUNS}::test_tokens_that_a_prefix_hit_found_are_in_no_record"
     ),
     # bytes and prices
-    "kept bytes equal their formula": f"{RUNS}::test_kept_bytes_are_those_of_windows",
+    "kept bytes of prompts, and of answers as well, equal their formula": (
+        f"{RUNS}::test_kept_bytes_are_those_of_windows"
+    ),
     "the meter within 2 % beside records": f"{RUNS}::test_the_meter_reads_what_is_booked",
+    "prices that calibrate has fitted predict a step behind records": (
+        "benchmarks/coserving/record_reuse.py"
+    ),
     "recording is priced": f"{COSTS}::test_a_recorded_slice_is_priced_as_a_window",
     # policies
     "policy alchemist, and what became of its records": (
         f"{POLICY}::test_outcomes_tell_what_became_of_records"
+    ),
+    "policy alchemist, sliced training by layers, which serving interrupts": (
+        f"{RUNS}::test_every_way_to_share_records_and_learns"
     ),
     "policy alchemist, staleness": f"{POLICY}::test_staleness_lets_older_records_be_used",
     "policy alchemist, threshold and predicted feedback": (
@@ -81,6 +97,9 @@ SHOWN = {
     "out lowest layer first, back highest first, ahead of the backward": (
         f"{POLICY}::test_records_go_out_lowest_layer_first_and_come_back_highest_first"
     ),
+    "hedge against bursts, by what waits": (
+        f"{POLICY}::test_fewer_records_end_where_what_waits_is_foreseen"
+    ),
     "last layers that stay": f"{POLICY}::test_the_last_layers_stay",
     "age of records": f"{POLICY}::test_records_end_once_they_have_waited_for_too_long",
     "baseline: oracle": (f"{CHOICE}::test_the_oracle_records_what_gets_feedback_and_nothing_else"),
@@ -93,6 +112,9 @@ SHOWN = {
     ),
     "stall split, hit rate, bytes kept and wasted": (
         "tests/analysis/test_learning.py::test_the_page_tells_of_samples_and_records"
+    ),
+    "versions are published and kept as without records": (
+        f"{RUNS}::test_tokens_are_those_of_the_version"
     ),
     # experiments
     "alchemist_share, alchemist_delay, alchemist_link, alchemist_staleness, alchemist_burst": (
@@ -117,13 +139,18 @@ SHOWN = {
     "99 % of the tokens stay in time at 80 % load": "benchmarks/coserving/records_give_way.py",
     "when it pays: the crossover of link and delay": "benchmarks/coserving/when_it_pays.py",
     "published figures of Alchemist": "benchmarks/coserving/alchemist_published.py",
+    "throughput and memory beside a trainer that computes prompts again": (
+        "benchmarks/coserving/alchemist_published.py"
+    ),
 }
 UNMEASURED = "benchmarks/coserving/{}.py needs hours of a machine at rest, and has no row yet"
 ABSENT = {
-    "cost of recording 3 %; bytes of record-all": UNMEASURED.format("recording_cost"),
+    "cost of recording 3 %": UNMEASURED.format("recording_cost"),
     "CPU fidelity of three policies at three loads": UNMEASURED.format("feedback_fidelity"),
-    "throughput and memory beside the separate cluster, latency beside a server that records "
-    "nothing": UNMEASURED.format("feedback_fidelity"),
+    "latency beside a server that records nothing": UNMEASURED.format("recording_cost"),
+    "no trace with more restarts": (
+        "of eight traces that press, one has three more and others have fewer"
+    ),
     "delay of feedback on the wall clock": (
         "when_it_pays varies the link there; the crossing by delay is simulated"
     ),

@@ -257,6 +257,7 @@ def test_the_sharing_claim_runs_whole_on_a_cpu(
     monkeypatch.chdir(tmp_path)
     words = ["--backend", "cpu", "--device", "cpu", "--model", "micro_llama", "--requests", "6"]
     words += ["--tokens", "24", "--rates", "20", "60", "--kv-bytes", "60000000", "--delay-s", "1"]
+    words += ["--host-bytes", "200000000"]
     assert gpu_sharing.main([*words, "--keep", "kept", "--out", "table.csv"]) == 0
     table = pd.read_csv("table.csv").set_index(["policy", "load"])
     assert len(table) == 7 and table["note"].isna().all()

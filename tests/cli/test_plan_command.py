@@ -270,6 +270,22 @@ def test_a_finetuning_job_is_planned_with_its_longest_sample_first() -> None:
 PROTRAIN = (*SMALL, "policy=protrain", "budget.device_bytes=8000000", "--no-largest")
 
 
+def test_where_the_host_cannot_update_it_is_told_that_all_chunks_persist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The device's yaml knows no rate of the host's memory."""
+    words = [*SMALL, "policy=protrain", "device=rtx4090"]
+    assert main(["plan", *words, "--no-largest"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("planner: all chunks persist, since chunks that do not persist are") == 1
+    with pytest.raises(OutOfMemory, match=r"set device\.host_bandwidth") as raised:
+        plan_run(composed([*words, "budget.device_bytes=3000000"]))
+    assert "\n" not in str(raised.value)
+    rate = "+device.host_bandwidth_bytes_per_s=5e10"
+    assert main(["plan", *words, rate, "--no-largest"]) == 0
+    assert "all chunks persist" not in capsys.readouterr().out
+
+
 def test_the_choice_of_protrain_is_told_with_what_bounds_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

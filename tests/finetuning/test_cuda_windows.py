@@ -289,7 +289,7 @@ def test_a_gpu_serves_and_finetunes_as_lockstep_does(
     with monkeypatch.context() as patch:
         moved = lambda spec, seed, device: made(spec, seed).to(device)  # noqa: E731
         patch.setattr(runtime.serving.model, "build_model", moved)
-        found = cuda_run((*ALL[case], "device=h200"))
+        found = cuda_run((*ALL[case], "device=h200", "budget.host_bytes=500000000"))
     if case in CASES:
         check_losses(found, ALL[case])
     else:

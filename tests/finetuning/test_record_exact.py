@@ -15,7 +15,7 @@ from engine.contract.plan import Compute
 from tests.finetuning.test_co_serving_runs import Run, run_of
 from tests.finetuning.test_feedback_runs import requests_of
 from tests.finetuning.test_record_bounds import settings_of
-from tests.finetuning.test_record_runs import SAMPLE, plain_model
+from tests.finetuning.test_record_runs import SAMPLE, plain_model, updates_behind
 from tests.training.trainings import differing
 
 pytestmark = pytest.mark.ci
@@ -44,8 +44,13 @@ def alone(family: str, prompt_tokens: int, answer_tokens: int) -> tuple[str, ...
     )
 
 
-def trained_in_two_calls(found: Run) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and the last adapter by transformers, peft and torch.optim."""
+def trained_in_two_calls(
+    found: Run, through_first: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and the last adapter by transformers, peft and torch.optim.
+
+    `through_first`: every sample goes through the weights of the beginning, and updates the newest.
+    """
     from transformers import DynamicCache
 
     trainee = found.spec.trainees[0]
@@ -56,8 +61,11 @@ def trained_in_two_calls(found: Run) -> tuple[list[float], dict[str, Tensor]]:
         own.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
     )
     of_request = {sample.request: i for i, sample in enumerate(job.samples)}
-    losses = list[float]()
+    losses, begun = list[float](), {n: p.detach().clone() for n, p in own.items()}
     for request in requests_of(found):
+        newest = {n: p.detach().clone() for n, p in own.items()}
+        if through_first:
+            model.load_state_dict(begun, strict=False)
         at = of_request[request]
         ids, prompt = torch.tensor(trainee.batches.ids(at)), job.samples[at].prompt_tokens
         cache = DynamicCache()
@@ -67,6 +75,7 @@ def trained_in_two_calls(found: Run) -> tuple[list[float], dict[str, Tensor]]:
         loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, prompt:])
         optimizer.zero_grad()
         loss.backward()
+        model.load_state_dict(newest, strict=False)
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, {n: p.detach() for n, p in own.items()}
@@ -101,3 +110,20 @@ def test_losses_and_adapters_are_plain_torchs_to_the_bit(
     assert found.losses == losses
     own = {name: found.weights[name] for name in adapter}
     assert not differing((found.losses, own), (losses, adapter))
+
+
+@pytest.mark.parametrize("backend", ["lockstep", "cpu"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_behind_stale_records_they_are_those_of_the_weights_that_served(
+    family: str, backend: str
+) -> None:
+    """All feedback comes when all is served: records are up to three updates old."""
+    later = ("training.data.delay_s=100", "training.data.delays=fixed", "training.staleness=9")
+    words = [word for word in alone(family, 20, 24) if not word.startswith("training.data.delay")]
+    found = run_of(backend, (*words, *later))
+    assert sorted(updates_behind(found)) == [*range(REQUESTS)]
+    losses, adapter = trained_in_two_calls(found, through_first=True)
+    own = {name: found.weights[name] for name in adapter}
+    assert not differing((found.losses, own), (losses, adapter))
+    fresh = trained_in_two_calls(found)
+    assert differing((losses, adapter), fresh), "the weights of each step would give others"

@@ -216,7 +216,7 @@ def test_a_job_begins_by_the_least_layout_where_its_share_holds_none() -> None:
     words = (*JOB, "policy=protrain", LEVELS, STEPS)
     least = min([one.peak_bytes for one in alternatives(*words)])
     share = f"planner.device_share={0.5 * least / (2 * state_bytes(run_spec(*words))):.3f}"
-    with pytest.raises(OutOfMemory, match="short for the nearest of all configurations"):
+    with pytest.raises(OutOfMemory, match="short for the nearest of the configurations"):
         run_spec(*JOB, "policy=protrain", STEPS, share, whole(*words))
     found = run_spec(*words, share, whole(*words)).room.layout
     (layouts,) = found.alternatives.values()
