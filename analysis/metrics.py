@@ -212,6 +212,18 @@ def prefix_hits(run: RunFacts, prefill_tokens: int) -> dict[str, float]:
     return {"prefix_hit_rate": found / (found + float(prefill_tokens))} if found else {}
 
 
+def window_tokens(run: RunFacts) -> int:
+    """Tokens of finetuning windows in launches that serve, which count as prefilled there."""
+    if not run.rows("samples") or not run.rows("requests"):
+        return 0
+    requests, found = run.columns("requests", ("request_id",))["request_id"], 0
+    for block in run.blocks("steps", ("prefill_tokens", "jobs", "tokens")):
+        serves = block["prefill_tokens"] > 0
+        jobs, tokens = block["jobs"].of(serves), block["tokens"].of(serves)
+        found += int(tokens[~np.isin(jobs, requests)].sum())
+    return found
+
+
 def summary(run: RunFacts, slo: Slo | None = None) -> dict[str, float | int | str]:
     """All metrics of a run as flat scalars, for metrics.json. Undefined metrics are left out.
 
@@ -257,7 +269,7 @@ def _served(run: RunFacts, slo: Slo | None, times: LaneTimes | None) -> dict[str
     of_tokens, rows = token_figures(run), latencies(run)
     out |= {name: value for name, value in of_tokens.items() if name.startswith("steady_")}
     if times is not None:
-        out |= prefix_hits(run, times.prefill_tokens)
+        out |= prefix_hits(run, times.prefill_tokens - window_tokens(run))
     if slo and has_limits(slo):
         out |= goodput(run, slo)
     out |= class_figures(rows)

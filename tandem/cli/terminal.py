@@ -129,6 +129,9 @@ def _reason(folder: Path, config: Mapping[str, Any]) -> str:
     shortest = _shortest_prompt_tokens(folder)
     there = f"a device has {pages} pages of {page_tokens} tokens"
     more = f"raise budget.kv_pages (it is {pages}) or budget.fraction"
+    if share := config["memory"].get("device_share"):  # set aside for training
+        there += f", of which training keeps {100 * share:g}%"
+        more = f"lower memory.device_share (it is {share:g}), or {more}"
     reserved = config["memory"].get("max_tokens")
     if reserved is None:
         return (

@@ -30,6 +30,7 @@ from tandem.config.outside import check_sources, check_trust, own_package
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
 ALSO_CALLED = {"gpu": "cuda", "simulator": "sim", "server": "openai", "vllm": "vllm_v1"}  # options
 CONFIG_DIR = ("--config-dir", "-cd")  # the flag of a folder of the user's options
+PARTS = ("serving", "sharing")  # mappings that hold another option of the group
 NO_NAME = "Config group override must be a string"  # what Hydra says
 NO_VALUE = re.compile(r"Error parsing override '([^'=]+)' missing EQUAL")
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
@@ -208,15 +209,26 @@ def _known_settings(wrong: str, config_dir: str | None = None) -> list[str]:
         return []
     everything = list(_dotted_settings(config)) + [path.name for path in _groups()]
     depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
-    found = [key for key in everything if key.count(".") == depth]
     own = [*_settings_of_options(group, Path(config_dir))] if config_dir else []
     ours = _settings_of_options(group, Path(str(files("conf"))))
+    if depth > 1 and not own:  # such as memory.records.hedge, or memory.serving.watermark
+        return [*own, *ours, *_inner_settings(wrong, group)]
+    found = [key for key in everything if key.count(".") == depth]
     return [*own, *found, *(key for key in ours if last in key.rpartition(".")[2])]
+
+
+def _inner_settings(wrong: str, parent: str) -> Iterator[str]:
+    """What may have been meant within a setting: keys of mappings there, and of options there."""
+    top, place = wrong.partition(".")[0], parent.rpartition(".")[2]
+    for key in dict.fromkeys(_settings_of_options(top, Path(str(files("conf"))))):
+        before, _, last = key.rpartition(".")
+        if before == parent or (before == top and place in PARTS):
+            yield f"{parent}.{last}"
 
 
 def _settings_of_options(group: str, folder: Path) -> Iterator[str]:
     """The keys of all options of a group, nested ones too; none where it is no group."""
-    for path in sorted((folder / group).glob("*.yaml")) if group else ():
+    for path in sorted((folder / group.replace(".", "/")).glob("*.yaml")) if group else ():
         yield from _dotted_settings(
             yaml_value(path.read_text(encoding="utf-8"), path) or {}, f"{group}."
         )

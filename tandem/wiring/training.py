@@ -118,7 +118,7 @@ def _check_recorded(config: Mapping[str, Any], asked: Finetuning) -> None:
 
 def _job_for(config: Mapping[str, Any]) -> str:
     """A job that the planner of a configuration lays out."""
-    windows = str(planner_of(config).get("_target_")).endswith("windows.Windows")
+    windows = str(planner_of(config).get("_target_")).endswith(".Windows")
     return "training=finetune" if windows else "training=sample"
 
 

@@ -75,3 +75,19 @@ def test_the_page_tells_of_samples_and_records(learned: Run) -> None:
     )
     assert "of that for no sample" in rows and rows["updates that they were behind, mean"] == "0"
     assert rows["age of records when they were used, mean"].endswith("s")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_windows_beside_prompts_are_no_misses_of_the_prefix_cache(
+    fused: bool, tmp_path: Path
+) -> None:
+    """No request began anew here, so the share is that of all prompts."""
+    words = ("policy=coserve", "training=finetune", "training.sequence_tokens=256", "limit=20")
+    more = ("training.data.mean_tokens=128", "trace=sessions", "model=micro_llama")
+    cached = ("memory.serving.prefix_caching=true", f"memory.fused={str(fused).lower()}")
+    run_experiment(composed([*words, *more, *cached]), tmp_path / "run")
+    run = load(tmp_path / "run")
+    rows = run.requests
+    assert not rows["restarts"].any() and rows["cached_tokens"].sum() > 0
+    share = rows["cached_tokens"].sum() / rows["prompt_tokens"].sum()
+    assert summary(run)["prefix_hit_rate"] == pytest.approx(share)

@@ -28,6 +28,19 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "polic=x"], "did you mean policy?"),
         (["run", "arrival.rat=3"], "did you mean arrival.rate"),
         (["run", "arival=poisson"], "arival: no such setting; did you mean arrival?"),
+        (
+            ["run", "policy=alchemist", "memory.records.hedge_token=1"],
+            "memory.records.hedge_token: no such setting; did you mean memory.records.hedge_tokens",
+        ),
+        (
+            ["run", "policy=coserve", "memory.serving.watermrk=1"],
+            "memory.serving.watermrk: no such setting; did you mean memory.serving.watermark",
+        ),
+        (
+            ["run", "policy=coserve", "training=feedback", "training.data.chanc=1"],
+            "training.data.chanc: no such setting; did you mean training.data.chance",
+        ),
+        (["run", "policy=coserve"], "choose it, such as training=finetune"),
         (["run", "training=text", "training.path=x"], "did you mean training.data.path or trace."),
         (["run", "policy=zero3"], "policy=zero3: no such option; did you mean zero3_offload?"),
         (["run", "training=sample", "training.steps=3"], "did you mean training.num_steps?"),
@@ -307,6 +320,10 @@ def test_settings_that_conflict_end_a_run_in_one_line_with_the_setting_that_help
             "none stays within its reservation",
         ),
         (["budget.kv_pages=1", "budget.may_refuse=true", "page_tokens=1"], "1 pages of 1 tokens"),
+        (
+            ["policy=time_shared_protrain", "training=random", "memory.device_share=0.99995"],
+            "of which training keeps 99.995%; lower memory.device_share (it is 0.99995), or raise",
+        ),
     ],
 )
 def test_a_run_that_refuses_all_requests_says_why_and_ends_with_1(
@@ -315,7 +332,7 @@ def test_a_run_that_refuses_all_requests_says_why_and_ends_with_1(
     """The results are in place: no request failed, all were refused."""
     assert main(["run", *SMALL, *words]) == 1
     told = capsys.readouterr()
-    assert "0 of 4 requests finished, 4 refused" in told.out
+    assert "0 of 4 requests finished, " in told.out and ", 4 refused" in told.out
     assert "all 4 requests were refused: " in told.err and wanted in told.err
     assert len(told.err.strip().splitlines()) == 1
     [status] = tmp_path.rglob("status.json")
