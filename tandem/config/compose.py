@@ -211,7 +211,7 @@ def _known_settings(wrong: str, config_dir: str | None = None) -> list[str]:
     depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
     own = [*_settings_of_options(group, Path(config_dir))] if config_dir else []
     ours = _settings_of_options(group, Path(str(files("conf"))))
-    if depth > 1 and not own:  # such as memory.records.hedge, or memory.serving.watermark
+    if depth > 1:  # such as memory.records.hedge, or memory.serving.watermark
         return [*own, *ours, *_inner_settings(wrong, group)]
     found = [key for key in everything if key.count(".") == depth]
     return [*own, *found, *(key for key in ours if last in key.rpartition(".")[2])]

@@ -333,14 +333,12 @@ def test_swaps_are_chosen_where_the_link_is_fast(tmp_path: Path, unrendered: Non
 @pytest.mark.slow
 def test_configurations_are_predicted_and_measured(tmp_path: Path, unrendered: None) -> None:
     words = ["model.num_layers=4", "planner.persistent=0,4", "planner.checkpoints=0,4"]
-    found = swept("estimator_error", tmp_path, *words)
+    found = swept("estimator_error", tmp_path, *words, "training.sequence_tokens=128")
     assert len(found) == 4
     assert found[["predicted_s", "measured_s"]].gt(0).all(axis=None)
-    # The planner knows no host time between launches, which counts in steps of some milliseconds.
-    order = [
-        found.sort_values(name).index[:2].sort_values() for name in ("foretold_s", "predicted_s")
-    ]
-    assert order[0].equals(order[1]), "what persists is faster by both"
+    # The bar of protrain_surface. Both go by the roofline. The planner knows no host time between
+    # launches, 0.5 ms of a step: with 32 tokens a step takes 6 to 11 ms, and they are 13 % apart.
+    assert (found["foretold_s"] / found["predicted_s"] - 1).abs().max() < 0.05
     assert found["peak_error"].abs().max() < 0.15, "what runs ahead depends on time, little"
 
 
